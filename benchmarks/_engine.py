@@ -1,0 +1,243 @@
+"""Runs each vLLM engine in a fresh process: a JSON job goes in, one JSON line comes back.
+
+A script calls itself again as a child, so no engine inherits anything from the one before it.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+
+from vllm_kvselect.config import CONFIG_KEY, ConfigError, EvictionConfig
+from vllm_kvselect.retention import plan
+from vllm_kvselect.tiny_model import TinyModelError
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+CHILD_ARGUMENT = "child"
+MIB = 1 << 20
+
+Job = dict[str, Any]
+"""What a child is told. `eviction` decides who answers: None is stock, a mapping is the plugin."""
+
+
+class BenchmarkError(RuntimeError):
+    """A benchmark that cannot go on: says why and what to do."""
+
+
+def run_script(
+    main: Callable[..., None], measure: Callable[[Job], dict[str, Any]] | None = None
+) -> None:
+    """Runs a benchmark, as the script that was started or as one of its own children.
+
+    Args:
+        main: The script's command; its parameters are the options.
+        measure: What a child does with its job, where the script has children.
+    """
+    if measure and sys.argv[1:] == [CHILD_ARGUMENT]:
+        _answer(measure)
+        return
+    try:
+        typer.run(main)
+    except (BenchmarkError, ConfigError, TinyModelError) as error:
+        sys.exit(f"error: {error}")
+
+
+def run_child(script: str, job: Job) -> dict[str, Any]:
+    """Runs a job in a fresh process of the same script and waits for its answer.
+
+    Args:
+        script: File of the calling script, which has called `run_script`.
+        job: The job; without an `eviction` mapping the plugin is not even loaded.
+
+    Returns:
+        What the child's function returned.
+
+    Raises:
+        BenchmarkError: If the child failed; the message holds the end of its log.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        child = subprocess.Popen(
+            [sys.executable, script, CHILD_ARGUMENT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=stock_environment() if job["eviction"] is None else plugin_environment(),
+            text=True,
+        )
+        try:
+            reply, _ = child.communicate(json.dumps(job))
+        finally:
+            stop(child)
+        if child.returncode == 0:
+            return json.loads(reply)
+        log.seek(0)
+        raise BenchmarkError(f"the engine's process failed; its log ends:\n{tail(log.read())}")
+
+
+def engine_arguments(job: Job) -> dict[str, Any]:
+    """Translates a job into vLLM's engine arguments; what it does not name is vLLM's default."""
+    arguments = {
+        "model": job["model"],
+        "dtype": job["dtype"],
+        "enforce_eager": job["enforce_eager"],
+        "kv_cache_memory_bytes": job["kv_bytes"],
+        "max_model_len": job["max_model_len"],
+        "disable_log_stats": False,  # the preemption counter is one of the log stats
+    }
+    if job["eviction"] is not None:
+        arguments["additional_config"] = {CONFIG_KEY: job["eviction"]}
+    return arguments
+
+
+def describe(llm: "LLM") -> dict[str, Any]:
+    """Returns what the engine made of its arguments, and the versions it runs on."""
+    import torch
+    import vllm
+    from vllm.platforms import current_platform
+
+    cache = llm.llm_engine.vllm_config.cache_config
+    return {
+        "block_size": cache.block_size,
+        "num_blocks": cache.num_gpu_blocks,
+        "device": current_platform.get_device_name(),
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+    }
+
+
+def empty_prefix_cache(llm: "LLM") -> None:
+    """Empties the prefix cache, so that the next prompts are computed and not looked up.
+
+    Raises:
+        RuntimeError: If blocks are still held, which would make the next measurement too fast.
+    """
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache cannot be reset: blocks of a request are still held")
+
+
+def reset_eviction_stats(llm: "LLM", job: Job) -> None:
+    """Sets the plugin's counters to zero, where there are any."""
+    if _evicts(job):
+        llm.collective_rpc("reset_kv_eviction_stats")
+
+
+def eviction_stats(llm: "LLM", job: Job) -> dict[str, float]:
+    """Returns the plugin's counters, of the slowest worker where there are several.
+
+    Raises:
+        RuntimeError: If prompts were left whole that the retention plan shortens: what is measured
+            then would be stock.
+    """
+    if not _evicts(job):
+        return {"selection_seconds": 0.0, "num_evicted": 0}
+    workers = llm.collective_rpc("kv_eviction_stats")
+    stats = {key: max(worker[key] for worker in workers) for key in workers[0]}
+    block_size = llm.llm_engine.vllm_config.cache_config.block_size
+    shortened = [
+        len(prompt)
+        for prompt in job["prompts"]
+        if blocks_retained(len(prompt), block_size, job["eviction"])
+        < ceil(len(prompt) / block_size)
+    ]
+    if stats["num_evicted"] < len(shortened):
+        raise RuntimeError(
+            f"only {stats['num_evicted']} of {len(shortened)} prompts had entries dropped"
+        )
+    return stats
+
+
+def blocks_retained(prompt_len: int, block_size: int, eviction: dict[str, Any] | None) -> int:
+    """Returns the blocks that hold a prompt during decode, by the retention plan."""
+    retention = eviction and plan(prompt_len, block_size, EvictionConfig.parse(eviction))
+    return ceil(prompt_len / block_size) - (retention.first_packed if retention else 0)
+
+
+def machine() -> dict[str, Any]:
+    """Returns the processor, the cores this process may use and the versions known everywhere."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "plugin": _version("vllm-kvselect"),
+    }
+
+
+def default_model() -> str:
+    """Returns the folder of the small model, made on first use."""
+    from vllm_kvselect.tiny_model import tiny_model
+
+    return str(tiny_model())
+
+
+def stop(process: "subprocess.Popen[str]", grace: float = 20.0) -> None:
+    """Ends a process that may still run; vLLM's own children end with it."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(grace)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def table_console() -> Console:
+    """Returns a console for tables, wide enough for them also when stdout is a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def tail(text: str, num_lines: int = 30) -> str:
+    """Returns the last lines of a log."""
+    return "\n".join(text.rstrip().splitlines()[-num_lines:])
+
+
+def stock_environment() -> dict[str, str]:
+    """Returns this process's environment with vLLM's general plugins switched off."""
+    return {**os.environ, "VLLM_PLUGINS": ""}
+
+
+def plugin_environment() -> dict[str, str]:
+    """Returns this process's environment with vLLM's general plugins as installed."""
+    return {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
+
+
+def _answer(measure: Callable[[Job], dict[str, Any]]) -> None:
+    """The child's side of `run_child`: reads the job, measures, writes one JSON line."""
+    job = json.load(sys.stdin)
+    # vLLM logs to stdout, also from processes of its own. Keep the pipe to the parent for the
+    # answer alone (a duplicate is not inherited) and send everything else to the log.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as reply:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        print(json.dumps(measure(job)), file=reply)
+
+
+def _evicts(job: Job) -> bool:
+    """Whether the job's engine drops anything; with method `none` it is stock in all but name."""
+    return job["eviction"] is not None and EvictionConfig.parse(job["eviction"]).enabled
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,223 @@
+"""Throughput of stock vLLM and of the plugin: same prompts, output lengths and KV cache bytes.
+
+Both run alternately, several rounds, each time in a fresh process. A ratio above 1 means that the
+plugin is faster. The last line of the output is one JSON object with every setting and version.
+"""
+
+import json
+import statistics
+import time
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from _engine import (
+    MIB,
+    Job,
+    default_model,
+    describe,
+    empty_prefix_cache,
+    engine_arguments,
+    eviction_stats,
+    machine,
+    reset_eviction_stats,
+    run_child,
+    run_script,
+    table_console,
+)
+from _texts import plain_prompts
+from rich.console import Console
+from rich.table import Table
+
+from vllm_kvselect.config import EvictionConfig
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Result = dict[str, Any]
+Round = dict[str, Result]
+
+WARM_UP_TOKENS = 8
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Model folder; by default the small model.")] = "",
+    num_prompts: Annotated[int, typer.Option(min=1)] = 24,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 1500,
+    output_len: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 200,
+    kv_mib: Annotated[int, typer.Option(min=1, help="KV cache of both engines, in MiB.")] = 96,
+    method: Annotated[str, typer.Option(help="The plugin's method.")] = "adakv-perturb",
+    budget: Annotated[str, typer.Option(help="Entries per KV head, or a fraction.")] = "256",
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    dtype: str = "bfloat16",
+    enforce_eager: Annotated[
+        bool, typer.Option(help="Without torch.compile, which takes minutes in each process.")
+    ] = True,
+    unlimited: Annotated[
+        bool, typer.Option("--unlimited", help="Also stock with a KV cache that holds everything.")
+    ] = False,
+) -> None:
+    """Measures stock vLLM and the plugin in turn and prints how much faster the plugin is."""
+    settings = dict(locals())
+    from transformers import AutoTokenizer
+
+    model = model or default_model()
+    texts, source = plain_prompts(AutoTokenizer.from_pretrained(model), num_prompts + 1, prompt_len)
+    *prompts, warm_up = texts
+    stock: Job = {
+        "model": model,
+        "dtype": dtype,
+        "enforce_eager": enforce_eager,
+        "kv_bytes": kv_mib * MIB,
+        "max_model_len": prompt_len + output_len,
+        "output_len": output_len,
+        "prompts": prompts,
+        "warm_up": warm_up,
+        "eviction": None,
+    }
+    jobs = {"stock": stock, "plugin": {**stock, "eviction": _eviction(method, budget)}}
+    measured = _measure_rounds(jobs, rounds, unlimited)
+    summary = _summary(measured)
+    _print_table(measured, summary)
+    settings |= {"model": Path(model).name, "text": source}
+    print(json.dumps({**summary, "settings": settings, "machine": machine(), "rounds": measured}))
+
+
+def _measure_rounds(jobs: dict[str, Job], rounds: int, unlimited: bool) -> list[Round]:
+    """Runs every engine once a round, in alternating order so that a slow drift cancels out."""
+    measured: list[Round] = []
+    with Console(stderr=True).status("starting") as status:
+
+        def run(name: str, job: Job) -> Result:
+            status.update(f"round {len(measured) + 1} of {rounds}: {name}")
+            return run_child(__file__, job)
+
+        for index in range(rounds):
+            names = list(jobs) if index % 2 == 0 else list(reversed(jobs))
+            results = {name: run(name, jobs[name]) for name in names}
+            if unlimited:
+                job = {**jobs["stock"], "kv_bytes": _bytes_for_all(jobs["stock"], results["stock"])}
+                results["unlimited"] = run("stock, unlimited", job)
+            measured.append(results)
+    return measured
+
+
+def _bytes_for_all(job: Job, stock: Result) -> int:
+    """KV cache bytes that hold all requests at once, in blocks of the size stock chose."""
+    block_bytes = ceil(job["kv_bytes"] / stock["num_blocks"])
+    blocks_per_request = ceil(job["max_model_len"] / stock["block_size"])
+    return block_bytes * (len(job["prompts"]) * blocks_per_request + 2)
+
+
+def _summary(measured: list[Round]) -> dict[str, Any]:
+    """The ratios over the rounds; seconds compare because the token counts are equal."""
+    ratios = [each["stock"]["seconds"] / each["plugin"]["seconds"] for each in measured]
+    upper = [
+        each["stock"]["seconds"] / each["unlimited"]["seconds"]
+        for each in measured
+        if "unlimited" in each
+    ]
+    shares = [
+        each["plugin"]["selection_seconds_in_prefill"] / each["stock"]["prefill_seconds"]
+        for each in measured
+    ]
+    return {
+        "ratio": {
+            "median": round(statistics.median(ratios), 3),
+            "min": round(min(ratios), 3),
+            "max": round(max(ratios), 3),
+        },
+        "ratio_unlimited": round(statistics.median(upper), 3) if upper else None,
+        "selection_share_of_prefill": round(statistics.median(shares), 4),
+    }
+
+
+def _print_table(measured: list[Round], summary: dict[str, Any]) -> None:
+    table = Table(title="Throughput: stock vLLM and the plugin")
+    columns = ("round", "engine", "seconds", "tokens/s", "preemptions", "blocks")
+    for column in (*columns, "prefill alone", "selection in it"):
+        table.add_column(column, justify="left" if column == "engine" else "right")
+    for number, results in enumerate(measured, start=1):
+        for name, result in results.items():
+            table.add_row(
+                str(number),
+                name,
+                f"{result['seconds']:.1f}",
+                f"{result['output_tokens'] / result['seconds']:.1f}",
+                str(result["preemptions"]),
+                f"{result['num_blocks']} x {result['block_size']}",
+                f"{result['prefill_seconds']:.2f} s",
+                f"{result['selection_seconds_in_prefill']:.2f} s" if name == "plugin" else "",
+            )
+        table.add_section()
+    console = table_console()
+    console.print(table)
+    ratio = summary["ratio"]
+    line = f"plugin / stock throughput: {ratio['median']} ({ratio['min']} to {ratio['max']})"
+    if summary["ratio_unlimited"]:
+        line += f"; a KV cache that holds everything: {summary['ratio_unlimited']}"
+    console.print(
+        f"{line}; selection: {summary['selection_share_of_prefill']:.1%} of stock's prefill"
+    )
+
+
+def measure(job: Job) -> Result:
+    """The child's part: times all prompts at once, then their prefill alone, on one engine."""
+    from vllm import LLM
+
+    llm = LLM(**engine_arguments(job))
+    # One prompt of full length, and none of those measured: everything that happens only once,
+    # such as compiling or binding weights, happens here.
+    _generate(llm, [job["warm_up"]], WARM_UP_TOKENS)
+
+    before = _preemptions(llm)
+    seconds, stats = _timed(llm, job, job["output_len"])
+    preemptions = _preemptions(llm) - before
+    prefill_seconds, prefill_stats = _timed(llm, job, 1)
+    return {
+        "seconds": seconds,
+        "prefill_seconds": prefill_seconds,
+        "selection_seconds": stats["selection_seconds"],
+        "selection_seconds_in_prefill": prefill_stats["selection_seconds"],
+        "num_evicted": stats["num_evicted"],
+        "preemptions": preemptions,
+        "output_tokens": len(job["prompts"]) * job["output_len"],
+        **describe(llm),
+    }
+
+
+def _timed(llm: "LLM", job: Job, output_len: int) -> tuple[float, dict[str, float]]:
+    """Seconds for all prompts at once from an empty prefix cache, and the plugin's counters."""
+    empty_prefix_cache(llm)
+    reset_eviction_stats(llm, job)
+    start = time.perf_counter()
+    _generate(llm, job["prompts"], output_len)
+    return time.perf_counter() - start, eviction_stats(llm, job)
+
+
+def _generate(llm: "LLM", prompts: list[list[int]], output_len: int) -> None:
+    """Generates exactly `output_len` tokens per prompt, or fails."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False
+    )
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    counts = [len(output.outputs[0].token_ids) for output in outputs]
+    if counts != [output_len] * len(prompts):
+        raise RuntimeError(f"asked {len(prompts)} times for {output_len} tokens, got {counts}")
+
+
+def _preemptions(llm: "LLM") -> int:
+    return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+
+
+def _eviction(method: str, budget: str) -> dict[str, Any]:
+    """The plugin's configuration; a budget with a point in it is a fraction of the prompt."""
+    number = float(budget) if "." in budget else int(budget)
+    return EvictionConfig.parse({"method": method, "budget": number}).model_dump()
+
+
+if __name__ == "__main__":
+    run_script(main, measure)

@@ -1,0 +1,168 @@
+"""Real engines on the small model, in this process, in float32 so that tokens compare exactly."""
+
+import argparse
+import gc
+import inspect
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_kvselect.tiny_model import tiny_model
+
+BLOCK_SIZE = 32
+SHALLOW_LAYERS = 4
+
+
+@dataclass(eq=False)
+class Answer:
+    """Greedy tokens and their log-probabilities; equal up to float32 rounding of the batch."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Answer)
+        # Another batch shape reorders float32 sums: differences of some 1e-6 a layer.
+        return self.token_ids == other.token_ids and self.logprobs == pytest.approx(
+            other.logprobs, abs=1e-3
+        )
+
+
+class Engine:
+    """A vLLM engine in this process, with access to its scheduler and its worker."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+
+    @property
+    def core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.core.scheduler
+
+    @property
+    def worker(self) -> Any:
+        return self.core.model_executor.driver_worker.worker
+
+    @property
+    def impls(self) -> list[Any]:
+        """Attention impls of the layers, in order."""
+        context = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        return [layer.impl for layer in context.values()]
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 32) -> list[Answer]:
+        """Greedy answers to the prompts, all in one batch."""
+        return [
+            Answer(
+                list(o.token_ids),
+                [e[t].logprob for t, e in zip(o.token_ids, o.logprobs, strict=True)],
+            )
+            for o in self.outputs(prompts, max_tokens, logprobs=0)
+        ]
+
+    def generate_alone(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 32
+    ) -> list[Answer]:
+        """Greedy answers to the prompts, one after the other."""
+        return [self.generate([prompt], max_tokens)[0] for prompt in prompts]
+
+    def outputs(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 32, **sampling: Any
+    ) -> list[Any]:
+        settings = {"temperature": 0.0, "ignore_eos": True, **sampling}
+        params = SamplingParams(max_tokens=max_tokens, **settings)
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        results = self.llm.generate(inputs, params, use_tqdm=False)
+        return [result.outputs[0] for result in results]
+
+    def blocks_in_use(self) -> int:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+
+
+@contextmanager
+def _engine(
+    eviction: dict[str, Any] | None, num_blocks: int, *, model: Path, **settings: Any
+) -> Iterator[Engine]:
+    settings = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, **settings}
+    if eviction is not None:
+        settings["additional_config"] = {"kv_eviction": eviction}
+    config = json.loads((model / "config.json").read_text())
+    entry_bytes = 2 * 64 * (4 if settings["dtype"] == "float32" else 2)
+    block_bytes = config["num_hidden_layers"] * 3 * entry_bytes * BLOCK_SIZE
+    llm = LLM(str(model), kv_cache_memory_bytes=num_blocks * block_bytes, **settings)
+    try:
+        yield Engine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+EngineFactory = Callable[..., Any]
+
+
+@pytest.fixture
+def start_full_engine(monkeypatch: pytest.MonkeyPatch) -> EngineFactory:
+    """`with start_full_engine(eviction, num_blocks, **vllm_settings) as engine:`."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    return partial(_engine, model=tiny_model())
+
+
+@pytest.fixture
+def start_engine(monkeypatch: pytest.MonkeyPatch, shallow_model: Path) -> EngineFactory:
+    """The same with the small model's first layers: many steps in little time."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    return partial(_engine, model=shallow_model)
+
+
+@pytest.fixture(scope="session")
+def shallow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model cut down to its first layers: real weights, real tokens, a real engine."""
+    folder = tmp_path_factory.mktemp("shallow") / "model"
+    shutil.copytree(tiny_model(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = SHALLOW_LAYERS
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(tiny_model() / "model.safetensors")
+    kept = {
+        name: weight
+        for name, weight in weights.items()
+        if "layers." not in name or int(name.split(".")[2]) < SHALLOW_LAYERS
+    }
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_tokens() -> list[int]:
+    """A few tens of thousands of tokens of real text: Python source."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_model()))
+    return list(tokenizer.encode(inspect.getsource(argparse) + inspect.getsource(inspect)))
+
+
+@pytest.fixture(scope="session")
+def make_prompts(text_tokens: list[int]) -> Callable[..., list[list[int]]]:
+    """`make_prompts(lengths)`: prompts of different text, one of each length."""
+
+    def make(lengths: Sequence[int], skip: int = 0) -> list[list[int]]:
+        starts = range(skip, len(text_tokens), 977)
+        return [text_tokens[start : start + n] for start, n in zip(starts, lengths, strict=False)]
+
+    return make

@@ -1,0 +1,75 @@
+"""Records what goes into and comes out of every attention layer of a running engine."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.conftest import Engine
+from vllm_kvselect.engine.cpu_backend import HeadwiseCPUAttentionImpl
+
+
+class Recorder:
+    """Queries, keys, values and outputs of every token, and what was retained.
+
+    Attributes:
+        tokens: `{(prompt length, layer): {name: [num_tokens, num_heads, head_size]}}`, float64.
+        retained: `{(prompt length, layer): [(kv_head, token)]}` of the packed entries.
+    """
+
+    def __init__(self) -> None:
+        self._parts: Any = defaultdict(lambda: defaultdict(list))
+        self.retained: dict[tuple[int, int], set[tuple[int, int]]] = {}
+
+    @property
+    def tokens(self) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
+        return {
+            key: {name: torch.cat(parts).double() for name, parts in by_name.items()}
+            for key, by_name in self._parts.items()
+        }
+
+    def add(self, runner: Any, layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        starts = runner.query_start_loc.np
+        for row in range(runner.input_batch.num_reqs):
+            key = int(runner.input_batch.num_prompt_tokens[row]), layer
+            for name, tensor in tensors.items():
+                self._parts[key][name].append(tensor[starts[row] : starts[row + 1]].clone())
+
+
+@contextmanager
+def recording(engine: Engine) -> Iterator[Recorder]:
+    """Records while open; prompts must have different lengths, which tell requests apart."""
+    recorder, runner = Recorder(), engine.worker.model_runner
+    forward, retain = HeadwiseCPUAttentionImpl.forward, HeadwiseCPUAttentionImpl._retain
+
+    def forward_recorded(
+        self: Any,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        **scales: Any,
+    ) -> Any:
+        result = forward(self, layer, query, key, value, kv_cache, attn_metadata, output, **scales)
+        tensors = {"query": query, "key": key, "value": value, "output": output}
+        recorder.add(runner, self._layer_index, tensors)
+        return result
+
+    def retain_recorded(self: Any, query: Any, key: Any, value: Any, completion: Any) -> Any:
+        result = retain(self, query, key, value, completion)
+        num_tokens = value.shape[1]
+        recorder.retained[completion.num_prompt_tokens, self._layer_index] = {
+            divmod(index, num_tokens) for index in result.retained.tolist()
+        }
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HeadwiseCPUAttentionImpl, "forward", forward_recorded)
+        patch.setattr(HeadwiseCPUAttentionImpl, "_retain", retain_recorded)
+        yield recorder

@@ -1,0 +1,150 @@
+"""What eviction cannot honour is refused at start-up: the value, the reason, what to do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.plugins import load_general_plugins
+
+from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.engine.checks import refuse_unsupported
+from vllm_kvselect.tiny_model import tiny_model
+
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+MODELS = {
+    "MLA": (
+        {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "kv_lora_rank": 32,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 2,
+        },
+        "uses MLA",
+    ),
+    "sliding window": (
+        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64},
+        "has layers other than full attention",
+    ),
+    "some sliding layers": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "head_dim": 32,
+        },
+        "full_attention, sliding_attention",
+    ),
+    "no attention": (
+        {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 8},
+        "has no attention layers",
+    ),
+    "encoder": (
+        {"architectures": ["BertModel"], "model_type": "bert"},
+        "does not generate text",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def plugins() -> None:
+    load_general_plugins()
+
+
+def create(eviction: dict[str, Any], **settings: Any) -> Any:
+    settings = {"model": str(tiny_model()), "max_model_len": 2048, **settings}
+    args = EngineArgs(**settings, additional_config={"kv_eviction": eviction})
+    return args.create_engine_config()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_cannot_be_served(name: str, tmp_path: Path) -> None:
+    config, reason = MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | config))
+    with pytest.raises(ConfigError, match=f"{reason}.*serve it without --kv-eviction"):
+        create({}, model=str(tmp_path), skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize(
+    ("eviction", "message"),
+    [
+        ({"method": "snapkw"}, r"method = 'snapkw'.*'none', 'streaming-llm', 'snapkv'"),
+        ({"budget": 0}, r"budget = 0 is not accepted.*at least 1.*method 'none'"),
+        ({"budget": -5}, r"budget = -5 is not accepted"),
+        ({"budget": 1.5}, r"budget = 1\.5 is not accepted.*up to 1\.0.*integer"),
+        ({"budget": 0.0}, r"budget = 0\.0 is not accepted"),
+        ({"budget": 63}, r"budget = 63 retains 63.*at least 64.*window of 32 and one block of 32"),
+        ({"budget": 0.01}, r"budget = 0\.01 retains 21 entries of 2048 tokens; at least 64"),
+        ({"budgets": 64}, r"unknown key 'budgets'; accepted keys: method, budget, window"),
+        ({"window": 0}, r"window = 0 is not accepted"),
+        ({"alpha": 1.5}, r"alpha = 1\.5 is not accepted"),
+        ("adakv", r"additional_config\['kv_eviction'\] = 'adakv' must be a mapping"),
+    ],
+)
+def test_values_that_are_not_accepted(eviction: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        create(eviction)
+
+
+def test_speculative_decoding_is_refused() -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    with pytest.raises(ConfigError, match=r"speculative decoding.*is not supported; switch it off"):
+        create({}, speculative_config=ngram)
+
+
+def test_kv_connectors_are_refused() -> None:
+    connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    with pytest.raises(ConfigError, match=r"KV connectors.*is not supported; switch it off"):
+        create({}, kv_transfer_config=connector)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size": 48}, "block_size = 48 is not accepted; use a multiple of 32"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not supported"),
+    ],
+)
+def test_settings_of_vllm_that_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        create({}, **settings)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "message"),
+    [
+        ("parallel_config", "decode_context_parallel_size", 2, "decode context parallelism"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "prefill context parallelism"),
+        ("parallel_config", "tensor_parallel_size", 2, "tensor parallelism"),
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("parallel_config", "worker_cls", "my.Worker", "worker_cls = 'my.Worker'"),
+    ],
+)
+def test_parallelism_and_other_workers_are_refused(
+    section: str, name: str, value: Any, message: str
+) -> None:
+    vllm_config = create({"method": "none"})
+    refuse_unsupported(vllm_config, EvictionConfig())
+    setattr(getattr(vllm_config, section), name, value)
+    with pytest.raises(ConfigError, match=message):
+        refuse_unsupported(vllm_config, EvictionConfig())
+
+
+def test_every_problem_is_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"block_size = 48.*; budget = 40"):
+        create({"budget": 40}, block_size=48)

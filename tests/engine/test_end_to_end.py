@@ -1,0 +1,192 @@
+"""What the product promises, on a real engine: blocks freed, nothing corrupted, stock kept."""
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tests.engine.conftest import EngineFactory
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.retention import RetentionPlan, plan
+
+pytestmark = pytest.mark.engine
+EVICTION = {"method": "adakv-perturb", "budget": 128}
+
+
+def test_decoding_requests_hold_the_blocks_of_their_plan(
+    start_full_engine: EngineFactory, make_prompts: Any
+) -> None:
+    (prompt,) = make_prompts([1500])
+    held = []
+    with start_full_engine({"method": "adakv-perturb", "budget": 256}, 100) as engine:
+        request = [prompt]
+        step = Scheduler.schedule
+
+        def record(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+            output = step(scheduler, *args, **kwargs)
+            held.append(engine.blocks_in_use())
+            return output
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Scheduler, "schedule", record)
+            engine.generate(request, max_tokens=200)
+        assert engine.blocks_in_use() == 0
+    retained = plan(1500, 32, EvictionConfig(budget=256))
+    assert retained is not None
+    decode_blocks = [-(-(1500 + i) // 32) - retained.first_packed for i in range(1, 200)]
+    # One step prefills with every block held, from the next one on the plan's blocks remain.
+    assert held[0] == 47
+    assert held[1:200] == decode_blocks
+    assert decode_blocks[0] == 9
+
+
+@pytest.mark.parametrize(
+    "method", ["streaming-llm", "snapkv", "snapkv-perturb", "adakv", "adakv-perturb"]
+)
+def test_every_method_serves_and_drops(
+    method: str, start_engine: EngineFactory, make_prompts: Any
+) -> None:
+    prompts = make_prompts([900, 40, 1100])
+    with start_engine({"method": method, "budget": 128}, 200) as engine:
+        together = engine.generate(prompts, 40)
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == 2
+        alone = engine.generate_alone(prompts, 40)
+    assert together == alone
+
+
+@pytest.mark.parametrize(
+    "eviction", [{"method": "none"}, {"method": "adakv-perturb", "budget": 1024}]
+)
+def test_nothing_dropped_is_stock_token_for_token(
+    eviction: Any, start_full_engine: EngineFactory, make_prompts: Any
+) -> None:
+    lengths = [1 + 31 * i % 700 for i in range(50)]
+    results = []
+    for requested in (None, eviction):
+        with start_full_engine(requested, 400, dtype="bfloat16", block_size=32) as engine:
+            outputs = engine.outputs(make_prompts(lengths), 16, logprobs=3)
+            results.append(
+                [
+                    [
+                        {token: entry.logprob for token, entry in position.items()}
+                        for position in output.logprobs
+                    ]
+                    for output in outputs
+                ]
+            )
+    assert results[0] == results[1]
+
+
+def test_packing_everything_changes_nothing(
+    start_full_engine: EngineFactory, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def retain_everything(
+        num_prompt_tokens: int, block_size: int, config: EvictionConfig
+    ) -> RetentionPlan | None:
+        tail_start = (num_prompt_tokens - config.window) // block_size
+        return RetentionPlan(0, tail_start, tail_start) if tail_start > 0 else None
+
+    prompts = make_prompts([70 + 37 * i for i in range(20)])
+    with start_full_engine(None, 400) as engine:
+        expected = engine.generate(prompts, 48)
+    monkeypatch.setattr("vllm_kvselect.engine.block_manager.plan", retain_everything)
+    monkeypatch.setattr("vllm_kvselect.engine.cpu_backend.plan", retain_everything)
+    with start_full_engine(EVICTION, 400) as engine:
+        assert engine.generate(prompts, 48) == expected
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == 20
+
+
+@pytest.mark.parametrize("chunk", [16, 48, 500])
+def test_chunks_of_any_size_retain_the_same(
+    chunk: int, start_engine: EngineFactory, make_prompts: Any
+) -> None:
+    # 500 leaves a last chunk of 17 tokens, shorter than the window; 16 cuts the window in three.
+    prompts = make_prompts([517, 1017])
+    with start_engine(EVICTION, 200) as engine:
+        expected = engine.generate(prompts, 32)
+    with start_engine(EVICTION, 200, max_num_batched_tokens=chunk, max_num_seqs=4) as engine:
+        assert engine.generate_alone(prompts, 32) == expected
+        assert engine.generate(prompts, 32) == expected
+
+
+def test_preempted_requests_resume_as_if_never_interrupted(
+    start_engine: EngineFactory, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = make_prompts([600 + 13 * i for i in range(6)])
+    with start_engine(EVICTION, 200) as engine:
+        expected = engine.generate_alone(prompts, 220)
+
+    preempted = []
+    preempt = Scheduler._preempt_request
+
+    def record(scheduler: Scheduler, request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.num_tokens - request.num_prompt_tokens)
+        preempt(scheduler, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", record)
+    for settings in (
+        {},
+        {"enable_prefix_caching": False},
+        {"max_num_batched_tokens": 100, "max_num_seqs": 8},
+    ):
+        preempted.clear()
+        with start_engine(EVICTION, 50, max_model_len=1024, **settings) as engine:
+            assert engine.generate(prompts, 220) == expected
+            assert engine.blocks_in_use() == 0
+        assert any(num_generated > 1 for num_generated in preempted)
+
+
+def test_prefix_hits_stay_below_the_packed_blocks(
+    start_engine: EngineFactory, make_prompts: Any
+) -> None:
+    (prompt,) = make_prompts([1000])
+    longer = prompt + make_prompts([300], skip=5000)[0]
+    with start_engine(EVICTION, 300, enable_prefix_caching=False) as engine:
+        expected, expected_longer = engine.generate_alone([prompt, longer], 48)
+    first_packed = plan(1000, 32, EvictionConfig(**EVICTION)).first_packed
+    with start_engine(EVICTION, 300) as engine:
+        assert engine.generate([prompt, prompt], 48) == [expected, expected]
+        hits = []
+        manager = engine.scheduler.kv_cache_manager
+        lookup = manager.get_computed_blocks
+
+        def record(request: Any) -> Any:
+            result = lookup(request)
+            hits.append(result[1])
+            return result
+
+        manager.get_computed_blocks = record
+        assert engine.generate([prompt], 48) == [expected]
+        assert hits == [first_packed * 32]
+        # Blocks from the first packed one on were never hashed, so a longer prompt gets no further.
+        assert engine.generate([longer, prompt], 48) == [expected_longer, expected]
+        assert hits[1:] == [first_packed * 32] * 2
+
+
+def test_a_second_request_in_shared_blocks_does_not_disturb_the_first(
+    start_engine: EngineFactory, make_prompts: Any
+) -> None:
+    prompts = make_prompts([1000, 900])
+    shared = [prompts[0], prompts[0][:700] + prompts[1][:300], prompts[0][:500]]
+    with start_engine(EVICTION, 300, enable_prefix_caching=False) as engine:
+        expected = engine.generate_alone(shared, 64)
+    with start_engine(EVICTION, 300, max_num_batched_tokens=256, max_num_seqs=8) as engine:
+        for _ in range(2):
+            assert engine.generate(shared, 64) == expected
+        # Freed blocks are handed out again at once: other requests run in them meanwhile.
+        assert engine.generate([*make_prompts([800, 700], skip=9000), *shared], 64)[2:] == expected
+
+
+def test_offsets_of_every_layer_hand_out_every_page(
+    start_full_engine: EngineFactory, make_prompts: Any
+) -> None:
+    (prompt,) = make_prompts([1000])
+    with start_full_engine(EVICTION, 100) as engine:
+        engine.generate([prompt], 8)
+        (state,) = engine.worker._states
+    (used,) = state.offsets[:, 0, -1].nonzero()
+    num_packed = plan(1000, 32, EvictionConfig(**EVICTION)).num_packed
+    assert torch.equal(state.offsets[used[0], :, -1], torch.full((30,), 3 * num_packed))
+    assert (state.offsets[used[0]].diff(dim=-1) >= 0).all()
+    assert state.offsets[used[0]].diff(dim=-1).unique().numel() > 1

@@ -1,0 +1,162 @@
+"""Each hook does what its upstream diff would do, and knows what it replaces."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm
+from vllm.engine.arg_utils import EngineArgs
+from vllm.plugins import load_general_plugins
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+from vllm_kvselect.config import ConfigError
+from vllm_kvselect.engine import arguments, hooks
+from vllm_kvselect.engine.block_manager import HeadwiseManager
+from vllm_kvselect.tiny_model import tiny_model
+
+PATCHES = Path(__file__).parents[2] / "patches"
+COMMAND = ["--kv-eviction", "adakv", "--kv-eviction-budget", "256", "--max-model-len", "2048"]
+
+
+@pytest.fixture(autouse=True)
+def plugins() -> None:
+    """The plugin as vLLM loads it, from its entry point."""
+    load_general_plugins()
+
+
+@pytest.fixture
+def load_patched(tmp_path: Path) -> Any:
+    """`load_patched(patch, file)`: the installed file with the patch applied, as a module."""
+    installed = Path(vllm.__file__).parent
+
+    def load(patch: str, file: str) -> ModuleType:
+        (patch_path,) = PATCHES.glob(f"{patch}-*.patch")
+        touched = [
+            line.removeprefix("+++ b/vllm/")
+            for line in patch_path.read_text().splitlines()
+            if line.startswith("+++ ")
+        ]
+        for name in touched:
+            copy = tmp_path / "vllm" / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text((installed / name).read_text())
+        command = ["git", "apply", "--unidiff-zero", str(patch_path)]
+        subprocess.run(command, cwd=tmp_path, check=True)
+        name = f"patched_{Path(file).stem}"
+        spec = importlib.util.spec_from_file_location(name, tmp_path / "vllm" / file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.mark.parametrize("patch", sorted(PATCHES.glob("*.patch")), ids=lambda path: path.name)
+def test_patches_add_lines_and_quote_none_of_vllm(patch: Path) -> None:
+    body = patch.read_text().split("\n---\n", 1)[1].splitlines()
+    assert all(line.startswith(("+", "@@ ", "--- a/")) for line in body)
+
+
+def engine_config(module: Any, command: list[str]) -> Any:
+    parser = module.EngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", str(tiny_model()), *command])
+    config = module.EngineArgs.from_cli_args(args).create_engine_config()
+    return (
+        config.additional_config,
+        config.cache_config.block_size,
+        config.parallel_config.worker_cls,
+    )
+
+
+@pytest.mark.parametrize("command", [COMMAND, COMMAND[4:], [*COMMAND, "--block-size", "64"]])
+def test_argument_hook_does_what_its_patch_does(command: list[str], load_patched: Any) -> None:
+    patched = load_patched("0001", "engine/arg_utils.py")
+    patched.ENGINE_ARGS_EXTENSIONS.append(arguments)
+    hooked = engine_config(SimpleNamespace(EngineArgs=EngineArgs), command)
+    assert engine_config(patched, command) == hooked
+
+
+class FakeCoordinator:
+    """A cache in which every block of every prompt is hit, and one manager of ours."""
+
+    def __init__(self, manager: HeadwiseManager) -> None:
+        self.single_type_managers = (manager,)
+
+    def find_longest_cache_hit(self, hashes: list[str], max_tokens: int) -> Any:
+        blocks = hashes[: max_tokens // 32]
+        return ([*blocks],), len(blocks) * 32, 0
+
+
+def test_cache_hit_hook_does_what_its_patch_does(load_patched: Any) -> None:
+    patched = load_patched("0002", "v1/core/kv_cache_manager.py")
+    for num_prompt_tokens in [*range(1, 700, 13), 320, 352, 1024]:
+        for num_generated in (0, 1, 200):
+            manager = object.__new__(HeadwiseManager)
+            manager.block_size = 32
+            manager.eviction = arguments.EvictionConfig(method="adakv", budget=128)
+            num_tokens = num_prompt_tokens + num_generated
+            request = SimpleNamespace(
+                num_tokens=num_tokens,
+                num_prompt_tokens=num_prompt_tokens,
+                block_hashes=[f"block {i}" for i in range(num_tokens // 32)],
+                skip_reading_prefix_cache=False,
+            )
+            results = []
+            for manager_class in (KVCacheManager, patched.KVCacheManager):
+                kv_cache_manager = object.__new__(manager_class)
+                kv_cache_manager.coordinator = FakeCoordinator(manager)
+                kv_cache_manager.enable_caching = True
+                kv_cache_manager.enable_kv_cache_events = False
+                group = SimpleNamespace(kv_cache_spec=SimpleNamespace(prefix_cacheable=True))
+                kv_cache_manager.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
+                kv_cache_manager.empty_kv_cache_blocks = None
+                blocks, num_hit, boundary = kv_cache_manager.get_computed_blocks(request)
+                results.append((blocks and blocks.blocks, num_hit, boundary))
+            assert results[0] == results[1]
+            assert results[0][1] <= manager.max_cache_hit_tokens(request)
+
+
+def test_base_manager_of_the_patch_leaves_every_token_to_the_cache(load_patched: Any) -> None:
+    patched = load_patched("0002", "v1/core/single_type_kv_cache_manager.py")
+    manager = object.__new__(patched.FullAttentionManager)
+    assert manager.max_cache_hit_tokens(SimpleNamespace(num_tokens=77)) == 77
+
+
+def test_known_sources_are_those_of_the_installed_vllm() -> None:
+    assert hooks.unknown_sources() == []
+    release = ".".join(vllm.__version__.split(".")[:3])
+    for releases in hooks.KNOWN_SOURCES.values():
+        assert release in releases
+
+
+def test_unknown_vllm_is_refused_only_when_eviction_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(hooks.KNOWN_SOURCES, "KVCacheManager.get_computed_blocks", {"0.32.0": "?"})
+        unknown = hooks.unknown_sources()
+    assert unknown == ["KVCacheManager.get_computed_blocks"]
+    for name in ("add_cli_args", "from_cli_args", "create_engine_config"):
+        monkeypatch.setattr(EngineArgs, name, EngineArgs.__dict__[name])
+    hooks.hook_arguments(unknown)
+    settings: dict[str, Any] = {"model": str(tiny_model()), "max_model_len": 2048}
+    EngineArgs(**settings).create_engine_config()
+    with pytest.raises(ConfigError, match=r"vLLM 0\.\d+.*get_computed_blocks changed.*without"):
+        EngineArgs(
+            **settings, additional_config={"kv_eviction": {"method": "adakv"}}
+        ).create_engine_config()
+
+
+def test_installing_twice_changes_nothing() -> None:
+    hooks.install()
+    before = EngineArgs.create_engine_config, KVCacheManager.get_computed_blocks
+    hooks.install()
+    assert (EngineArgs.create_engine_config, KVCacheManager.get_computed_blocks) == before

@@ -1,0 +1,55 @@
+"""The one list of method cases: every method, and every parameter at its ends, runs every test."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.methods import METHODS
+
+
+@dataclass(frozen=True)
+class MethodCase:
+    """A method with some parameters away from their defaults.
+
+    Attributes:
+        method: Key of `METHODS`.
+        values: Further fields of `EvictionConfig`.
+    """
+
+    method: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name of the case in test reports."""
+        return "-".join([self.method, *(f"{key}={value}" for key, value in self.values.items())])
+
+    def config(self, **values: Any) -> EvictionConfig:
+        """The configuration of the case; `values` (budget, window) come from the test."""
+        return EvictionConfig.parse({"method": self.method, **self.values, **values})
+
+
+METHOD_CASES: tuple[MethodCase, ...] = (
+    *(MethodCase(name) for name in METHODS),
+    MethodCase("streaming-llm", {"num_sinks": 0}),
+    MethodCase("streaming-llm", {"num_sinks": 1000}),
+    MethodCase("snapkv", {"kernel_size": 1}),
+    MethodCase("snapkv", {"kernel_size": 3}),
+    MethodCase("snapkv", {"kernel_size": 101}),
+    MethodCase("snapkv-perturb", {"alpha": 0.0}),
+    MethodCase("snapkv-perturb", {"alpha": 0.25, "eps": 0.0}),
+    MethodCase("snapkv-perturb", {"alpha": 1.0}),
+    MethodCase("adakv", {"safeguard": 0.0}),
+    MethodCase("adakv", {"safeguard": 1.0}),
+    MethodCase("adakv", {"kernel_size": 1}),
+    MethodCase("adakv-perturb", {"alpha": 0.0}),
+    MethodCase("adakv-perturb", {"alpha": 0.25, "eps": 0.0}),
+    MethodCase("adakv-perturb", {"alpha": 1.0, "safeguard": 0.0}),
+    MethodCase("adakv-perturb", {"alpha": 0.9, "eps": 1.0, "kernel_size": 1, "safeguard": 0.5}),
+)
+
+every_method_case = pytest.mark.parametrize(
+    "case", METHOD_CASES, ids=[case.name for case in METHOD_CASES]
+)

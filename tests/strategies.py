@@ -1,0 +1,145 @@
+"""Hypothesis strategies: small shapes around every boundary, scores full of ties."""
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+
+BLOCK_SIZES = (4, 8, 16, 32)
+
+few = settings(max_examples=25, deadline=None, derandomize=True)
+"""For tests that are parametrized over methods or run the loops of the oracle several times."""
+some = settings(max_examples=100, deadline=None, derandomize=True)
+many = settings(max_examples=200, deadline=None, derandomize=True)
+
+seeds = st.integers(0, 2**32 - 1)
+kv_heads = st.integers(1, 4)
+groups = st.integers(1, 4)
+head_sizes = st.sampled_from((8, 16, 24))
+block_sizes = st.sampled_from(BLOCK_SIZES)
+windows = st.integers(1, 12)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Shape of one layer's prompt and of what is retained of it.
+
+    Attributes:
+        num_kv_heads: KV heads.
+        group: Query heads per KV head.
+        head_size: Channels per head.
+        block_size: Tokens per block.
+        window: Observation window.
+        num_prompt_tokens: Prompt length.
+        num_packed: Packed blocks, 1 to `tail_start - 1`.
+    """
+
+    num_kv_heads: int
+    group: int
+    head_size: int
+    block_size: int
+    window: int
+    num_prompt_tokens: int
+    num_packed: int
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.num_kv_heads * self.group
+
+    @property
+    def tail_start(self) -> int:
+        """Index of the first tail block."""
+        return (self.num_prompt_tokens - self.window) // self.block_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens before the tail: those that compete."""
+        return self.tail_start * self.block_size
+
+    @property
+    def scale(self) -> float:
+        """Softmax scale."""
+        return float(self.head_size**-0.5)
+
+
+@st.composite
+def prompt_lengths(draw: st.DrawFn, block_size: int, window: int, budget: int) -> int:
+    """Prompt lengths at and next to every border: block multiples, the window, the budget."""
+    border = draw(st.sampled_from((0, window, budget, budget + window, budget + block_size)))
+    multiple = draw(st.integers(0, 8)) * block_size
+    return max(1, border + multiple + draw(st.integers(-1, 1)))
+
+
+@st.composite
+def shapes(draw: st.DrawFn, max_tokens: int = 96) -> Shape:
+    """Shapes with something to drop, `num_prompt_tokens - window` next to block multiples."""
+    block_size = draw(block_sizes)
+    window = draw(windows)
+    tail_start = draw(st.integers(2, max(3, min(8, max_tokens // block_size))))
+    beyond = draw(st.sampled_from((block_size - 1, 0, 1)))
+    return Shape(
+        num_kv_heads=draw(kv_heads),
+        group=draw(groups),
+        head_size=draw(head_sizes),
+        block_size=block_size,
+        window=window,
+        num_prompt_tokens=tail_start * block_size + beyond + window,
+        num_packed=draw(st.integers(1, tail_start - 1)),
+    )
+
+
+@st.composite
+def tied_scores(draw: st.DrawFn, num_heads: int, num_tokens: int) -> list[list[int]]:
+    """Integer scores, not negative: all zero, constant, a few values, one rich head, distinct."""
+    kind = draw(st.sampled_from(("zero", "constant", "few", "rich head", "distinct", "wide")))
+    random = draw(st.randoms(use_true_random=False, note_method_calls=False))
+    if kind in ("zero", "constant"):
+        return [[3 * (kind == "constant")] * num_tokens for _ in range(num_heads)]
+    if kind == "distinct":
+        values = random.sample(range(num_heads * num_tokens), num_heads * num_tokens)
+        return [values[head * num_tokens :][:num_tokens] for head in range(num_heads)]
+    high = {"few": 2, "rich head": 3, "wide": 2**20}[kind]
+    scores = [[random.randint(0, high) for _ in range(num_tokens)] for _ in range(num_heads)]
+    if kind == "rich head":
+        rich = random.randrange(num_heads)
+        scores[rich] = [score + 2 for score in scores[rich]]
+    return scores
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Random inputs of one layer.
+
+    Attributes:
+        query: `[window, num_heads, head_size]`.
+        key: `[num_kv_heads, num_prompt_tokens, head_size]`.
+        value: `[num_kv_heads, num_prompt_tokens, head_size]`, the tail included.
+        output_projection: `[num_kv_heads, head_size, group, hidden_size]`.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output_projection: torch.Tensor
+
+
+def random_layer(
+    shape: Shape, seed: int, dtype: torch.dtype = torch.float64, hidden_size: int = 12
+) -> Layer:
+    """Draws the inputs; heads differ in how sharply they attend, so that budgets differ."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator, dtype=torch.float64)
+
+    sharpness = 4.0 * torch.rand(shape.num_kv_heads, 1, 1, generator=generator, dtype=torch.float64)
+    key = normal(shape.num_kv_heads, shape.num_prompt_tokens, shape.head_size) * sharpness
+    projection = normal(shape.num_kv_heads, shape.head_size, shape.group, hidden_size)
+    return Layer(
+        query=normal(shape.window, shape.num_heads, shape.head_size).to(dtype),
+        key=key.to(dtype),
+        value=normal(shape.num_kv_heads, shape.num_prompt_tokens, shape.head_size).to(dtype),
+        output_projection=projection.to(dtype),
+    )

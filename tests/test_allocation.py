@@ -1,0 +1,117 @@
+from fractions import Fraction
+from math import floor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import oracle
+from tests.strategies import kv_heads, many, tied_scores
+from vllm_kvselect.allocation import adaptive_pages, uniform_pages
+from vllm_kvselect.config import EvictionConfig
+
+small_blocks = st.sampled_from((1, 4, 8, 16))
+safeguards = st.one_of(st.sampled_from((0.0, 0.2, 0.5, 1.0)), st.floats(0.0, 1.0))
+
+
+@st.composite
+def allocations(draw: st.DrawFn) -> tuple[list[list[int]], int, int, float]:
+    """Scores with ties, packed blocks, block size and safeguard."""
+    num_heads, block_size = draw(kv_heads), draw(small_blocks)
+    num_blocks = draw(st.integers(1, 8))
+    num_packed = draw(st.integers(1, num_blocks))
+    scores = draw(tied_scores(num_heads, num_blocks * block_size))
+    return scores, num_packed, block_size, draw(safeguards)
+
+
+def adaptive(scores: oracle.Matrix, packed: int, block_size: int, safeguard: float) -> list[int]:
+    tensor = torch.tensor(scores, dtype=torch.float32)
+    config = EvictionConfig(safeguard=safeguard)
+    pages = adaptive_pages(tensor, packed, block_size, config)
+    assert pages.dtype == torch.int64
+    return pages.tolist()
+
+
+@many
+@given(allocations())
+def test_adaptive_pages_equal_the_oracle(case: tuple[list[list[int]], int, int, float]) -> None:
+    assert adaptive(*case) == oracle.adaptive_pages(*case)
+
+
+@many
+@given(allocations())
+def test_pages_are_conserved_and_fit_the_tokens(
+    case: tuple[list[list[int]], int, int, float],
+) -> None:
+    scores, num_packed, block_size, _ = case
+    pages = adaptive(*case)
+    assert sum(pages) == num_packed * len(scores)
+    assert all(0 <= page <= len(scores[0]) // block_size for page in pages)
+
+
+@many
+@given(allocations())
+def test_pages_stay_within_one_of_the_exact_blend(
+    case: tuple[list[list[int]], int, int, float],
+) -> None:
+    scores, num_packed, block_size, safeguard = case
+    even = num_packed * block_size
+    # The configured safeguard, not the rounded one: off by 2**-17 times the entries it moves.
+    slack = Fraction(even * len(scores), 2**17 * block_size)
+    entries = [(-s, t, head) for head, row in enumerate(scores) for t, s in enumerate(row)]
+    best = [head for _, _, head in sorted(entries)[: even * len(scores)]]
+    for head, pages in enumerate(adaptive(*case)):
+        blend = Fraction(safeguard) * even + (1 - Fraction(safeguard)) * best.count(head)
+        assert abs(pages - blend / block_size) < 1 + slack
+
+
+@many
+@given(allocations())
+def test_the_floor_is_respected_up_to_page_rounding(
+    case: tuple[list[list[int]], int, int, float],
+) -> None:
+    _, num_packed, _, safeguard = case
+    share = Fraction(round(safeguard * 2**16), 2**16)
+    assert min(adaptive(*case)) >= floor(share * num_packed)
+
+
+@many
+@given(allocations())
+def test_a_safeguard_of_one_is_even(case: tuple[list[list[int]], int, int, float]) -> None:
+    scores, num_packed, block_size, _ = case
+    assert adaptive(scores, num_packed, block_size, 1.0) == [num_packed] * len(scores)
+    config = EvictionConfig()
+    tensor = torch.tensor(scores, dtype=torch.float32)
+    assert uniform_pages(tensor, num_packed, block_size, config).tolist() == [num_packed] * len(
+        scores
+    )
+
+
+@pytest.mark.parametrize("score", [0.0, 0.25])
+def test_equal_heads_get_equal_pages(score: float) -> None:
+    assert adaptive([[score] * 64] * 4, 2, 8, 0.0) == [2, 2, 2, 2]
+
+
+def test_one_head_may_take_all_that_the_safeguard_leaves() -> None:
+    scores = [[0] * 64, [1] * 64]
+    assert adaptive(scores, 4, 8, 0.0) == [0, 8]
+    assert adaptive(scores, 4, 8, 0.5) == [2, 6]
+
+
+def test_strided_scores_are_read_by_head() -> None:
+    scores = torch.zeros(40, 2, dtype=torch.float32)
+    scores[:, 1] = 1
+    config = EvictionConfig(safeguard=0.0)
+    assert adaptive_pages(scores.t()[:, :32], 2, 8, config).tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("num_bad", [1, 20, 64])
+def test_the_sum_is_exact_even_for_scores_that_are_not_numbers(num_bad: int) -> None:
+    """A broken model must not break the blocks' bookkeeping: other requests share the pool."""
+    scores = torch.rand(3, 64, generator=torch.Generator().manual_seed(0))
+    scores[1, :num_bad] = torch.nan
+    pages = adaptive_pages(scores, 3, 8, EvictionConfig())
+    assert int(pages.sum()) == 9
+    assert int(pages.min()) >= 0
+    assert int(pages.max()) <= 8

@@ -1,0 +1,99 @@
+import pytest
+from typer.testing import CliRunner, Result
+
+from vllm_kvselect import __version__
+from vllm_kvselect.cli import app
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.methods import METHODS
+from vllm_kvselect.retention import plan
+from vllm_kvselect.tiny_model import tiny_model
+
+
+def run(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(app, arguments, env=environment)
+
+
+def rows(result: Result) -> dict[str, str]:
+    lines = (line.strip().split("  ") for line in result.stdout.splitlines())
+    return {cells[0]: cells[-1].strip() for cells in lines if len(cells) > 1}
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"{__version__}\n"
+
+
+def test_no_command_shows_the_help() -> None:
+    result = run()
+    for command in ("tiny-model", "methods", "plan"):
+        assert command in result.output
+
+
+def test_methods_lists_the_registry() -> None:
+    result = run("methods", COLUMNS="200")
+    assert result.exit_code == 0
+    for name, method in METHODS.items():
+        assert name in result.stdout
+        assert method.summary in result.stdout
+        assert method.paper in result.stdout
+
+
+def test_tiny_model_prints_the_folder_and_nothing_else() -> None:
+    folder = tiny_model()
+    result = run("tiny-model")
+    assert result.exit_code == 0
+    assert result.stdout == f"{folder}\n"
+
+
+def test_plan_shows_what_is_freed() -> None:
+    result = run("plan", "--prompt-len", "1556", "--budget", "256")
+    assert result.exit_code == 0
+    planned = plan(1556, 32, EvictionConfig(budget=256))
+    assert planned is not None
+    assert rows(result) == {
+        "method": "adakv-perturb",
+        "entries retained": "276 of 1556 per KV head",
+        "blocks packed": str(planned.num_packed),
+        "blocks of the tail": "2",
+        "blocks freed": f"{planned.first_packed} of 49",
+    }
+
+
+@pytest.mark.parametrize("budget", ["0.25", "250"])
+def test_plan_takes_a_fraction_or_a_number(budget: str) -> None:
+    command = ("plan", "--prompt-len", "1000", "--block-size", "10", "--window", "10")
+    result = run(*command, "--method", "snapkv", "--budget", budget)
+    assert rows(result)["entries retained"] == "250 of 1000 per KV head"
+    assert rows(result)["blocks freed"] == "75 of 100"
+
+
+def test_plan_that_frees_nothing_says_so() -> None:
+    result = run("plan", "--prompt-len", "100")
+    assert rows(result)["blocks freed"] == "0 of 4"
+    assert "runs as in stock vLLM" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--budget", "many"), "budget = 'many'"),
+        (("--budget", "1.5"), "budget = 1.5"),
+        (("--budget", "0"), "budget = 0"),
+        (("--window", "0"), "window = 0"),
+        (("--method", "h2o"), "method = 'h2o'"),
+    ],
+)
+def test_refused_value_is_one_line_on_stderr(options: tuple[str, str], named: str) -> None:
+    result = run("plan", "--prompt-len", "1000", *options)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"error: {named} is not accepted")
+    assert result.stderr.count("\n") == 1
+
+
+def test_model_that_cannot_be_made_is_one_line_on_stderr() -> None:
+    result = run("tiny-model", XDG_CACHE_HOME="/dev/null")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "error: cannot write /dev/null/vllm-kvselect" in result.stderr

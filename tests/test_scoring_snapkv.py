@@ -1,0 +1,134 @@
+from math import expm1, fsum
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import oracle
+from tests.strategies import Shape, few, kv_heads, many, random_layer, seeds, shapes, some
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scoring.snapkv import max_pool, snapkv_scores, window_attention
+
+kernel_sizes = st.sampled_from((1, 3, 7, 101))
+UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+
+
+def relative_bound(
+    query: torch.Tensor, key: torch.Tensor, scale: float, unit: float, num_rows: int
+) -> float:
+    """Largest relative error of a score computed with unit roundoff `unit`, whatever the order.
+
+    Inputs convert exactly. A logit takes one rounding of `scale * q` and a dot product of
+    `head_size` terms, so it is off by at most
+        d = gamma(head_size + 1) * |scale| * max_ij sum_c |q_ic k_jc|,  gamma(n) = n u / (1 - n u).
+    The shift by the row's largest logit cancels in the softmax up to the rounding of the
+    difference, u * r, where r is the spread of the logits, at most twice the largest of them. exp
+    is taken to be within 2 ulp, 4 u. So numerator and each term of the denominator are off by a
+    factor within exp(+-(d + u r + 4 u)), the sum of `num_tokens` positive terms by another
+    exp(+-num_tokens u), the quotient by u, the mean of `num_rows` positive rows by
+    (num_rows + 1) u. Pooling picks one of the values and adds nothing. With two units to spare for
+    the second order:
+        |error| / score <= exp(2 (d + u r + 4 u) + (num_tokens + num_rows + 4) u) - 1.
+    """
+    head_size, num_tokens = query.shape[-1], key.shape[1]
+    largest = scale * max(
+        fsum(abs(a * b) for a, b in zip(q, k, strict=True))
+        for head, keys in enumerate(key.tolist())
+        for k in keys
+        for q in query.chunk(key.shape[0], dim=1)[head].flatten(0, 1).tolist()
+    )
+    terms = head_size + 1
+    logit = terms * unit / (1 - terms * unit) * largest
+    factor = 2 * (logit + unit * 2 * largest + 4 * unit)
+    return expm1(factor + (num_tokens + num_rows + 4) * unit)
+
+
+def check_scores(shape: Shape, seed: int, kernel_size: int, dtype: torch.dtype) -> float:
+    """Compares with the oracle and returns the bound."""
+    layer = random_layer(shape, seed, dtype)
+    config = EvictionConfig(kernel_size=kernel_size)
+    scores = snapkv_scores(layer.query, layer.key, shape.scale, config)
+    assert scores.dtype == torch.promote_types(dtype, torch.float32)
+    assert scores.shape == (shape.num_kv_heads, shape.num_prompt_tokens - shape.window)
+    expected = oracle.snapkv_scores(
+        layer.query.tolist(), layer.key.tolist(), shape.scale, kernel_size
+    )
+    bound = relative_bound(
+        layer.query.double(),
+        layer.key.double(),
+        shape.scale,
+        UNIT_ROUNDOFF[scores.dtype],
+        shape.window * shape.group,
+    )
+    reference = torch.tensor(expected, dtype=torch.float64)
+    error = (scores.double() - reference).abs()
+    # Below the smallest normal number roundoff is absolute.
+    assert (error <= bound * reference + torch.finfo(scores.dtype).tiny).all()
+    return bound
+
+
+@some
+@given(shapes(max_tokens=64), seeds, kernel_sizes)
+def test_scores_in_float64_equal_the_oracle(shape: Shape, seed: int, kernel_size: int) -> None:
+    assert check_scores(shape, seed, kernel_size, torch.float64) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@few
+@given(shape=shapes(max_tokens=64), seed=seeds)
+def test_scores_accumulate_in_float32(dtype: torch.dtype, shape: Shape, seed: int) -> None:
+    assert check_scores(shape, seed, 7, dtype) < 1e-3
+
+
+@few
+@given(shapes(max_tokens=32), seeds)
+def test_attention_weights_row_by_row(shape: Shape, seed: int) -> None:
+    layer = random_layer(shape, seed)
+    weights = window_attention(layer.query, layer.key, shape.scale)
+    expected = oracle.window_attention(layer.query.tolist(), layer.key.tolist(), shape.scale)
+    reference = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(weights, reference, rtol=1e-12, atol=1e-300)
+    assert (weights.sum(-1) - 1).abs().max() < 1e-14
+
+
+@few
+@given(shapes(max_tokens=32), seeds)
+def test_no_query_sees_a_later_token(shape: Shape, seed: int) -> None:
+    layer = random_layer(shape, seed)
+    weights = window_attention(layer.query, layer.key, shape.scale)
+    by_query = weights.view(shape.num_kv_heads, shape.group, shape.window, -1)
+    for index in range(shape.window):
+        position = shape.num_prompt_tokens - shape.window + index
+        assert (by_query[:, :, index, position + 1 :] == 0).all()
+        assert (by_query[:, :, index, : position + 1] > 0).all()
+
+
+@many
+@given(st.data(), kv_heads, st.integers(1, 40), kernel_sizes)
+def test_pooling_takes_the_maximum_of_the_neighbours(
+    data: st.DataObject, num_heads: int, num_tokens: int, kernel_size: int
+) -> None:
+    row = st.lists(st.integers(0, 9), min_size=num_tokens, max_size=num_tokens)
+    scores = data.draw(st.lists(row, min_size=num_heads, max_size=num_heads))
+    pooled = max_pool(torch.tensor(scores, dtype=torch.float64), kernel_size)
+    assert pooled.tolist() == [oracle.max_pool(row, kernel_size) for row in scores]
+
+
+def test_a_query_is_read_with_the_strides_it_has() -> None:
+    shape = Shape(2, 3, 8, 4, 5, 21, 1)
+    layer = random_layer(shape, 0)
+    config = EvictionConfig()
+    fused = torch.cat([layer.query, torch.zeros(5, 4, 8, dtype=torch.float64)], dim=1)
+    by_token = layer.key.transpose(0, 1).contiguous()
+    scores = snapkv_scores(fused[:, :6], by_token.transpose(0, 1), shape.scale, config)
+    assert torch.equal(scores, snapkv_scores(layer.query, layer.key, shape.scale, config))
+
+
+def test_inputs_are_not_written_to() -> None:
+    shape = Shape(2, 2, 8, 4, 5, 21, 1)
+    layer = random_layer(shape, 0)
+    query, key = layer.query.clone(), layer.key.clone()
+    snapkv_scores(layer.query, layer.key, shape.scale, EvictionConfig())
+    assert torch.equal(layer.query, query)
+    assert torch.equal(layer.key, key)

@@ -1,0 +1,23 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import oracle
+from tests.strategies import kv_heads, many, windows
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scoring.streaming_llm import streaming_llm_scores
+
+
+@many
+@given(kv_heads, st.integers(1, 60), windows, st.sampled_from((0, 1, 4, 59, 1000)))
+def test_sinks_come_first_then_the_latest(
+    num_kv_heads: int, num_scored: int, window: int, num_sinks: int
+) -> None:
+    query = torch.empty(window, num_kv_heads, 8)
+    key = torch.empty(num_kv_heads, num_scored + window, 8)
+    config = EvictionConfig(num_sinks=num_sinks)
+    scores = streaming_llm_scores(query, key, 1.0, config)
+    assert scores.shape == (num_kv_heads, num_scored)
+    assert scores.dtype == torch.float32
+    expected = oracle.streaming_llm_order(num_scored, num_sinks)
+    assert [oracle.best_first(row) for row in scores.tolist()] == [expected] * num_kv_heads

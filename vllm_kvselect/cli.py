@@ -1,0 +1,140 @@
+"""The command `vllm-kvselect`: the small model, the methods, and what a plan would free."""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from vllm_kvselect import __version__
+from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.retention import plan
+from vllm_kvselect.tiny_model import TinyModelError, tiny_model
+
+
+class _Group(TyperGroup):
+    """Shows the errors that tell the user what to do as one line, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ConfigError, TinyModelError) as error:
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    help="KV cache eviction per attention head for vLLM.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Holds the options of the command as a whole."""
+
+
+@app.command("tiny-model")
+def tiny_model_command() -> None:
+    """Print the folder of SmolLM2-135M-Instruct, made on first use."""
+    typer.echo(tiny_model())
+
+
+@app.command("methods")
+def methods_command() -> None:
+    """List the methods that `--kv-eviction` accepts."""
+    # Here, because the methods need torch, and the other commands answer without it.
+    from vllm_kvselect.methods import METHODS
+
+    table = Table("method", "retains", "published in")
+    for name, method in METHODS.items():
+        table.add_row(name, method.summary, method.paper)
+    Console().print(table)
+
+
+@app.command("plan")
+def plan_command(
+    prompt_len: Annotated[int, typer.Option(min=1, help="Length of the prompt in tokens.")],
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 32,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Entries per KV head, such as 512, or a fraction of the prompt: 0.25."),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Length of the observation window in tokens.")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="See `vllm-kvselect methods`; `none` is stock.")
+    ] = None,
+) -> None:
+    """Show what is retained of a prompt and how many blocks that frees."""
+    given = {"budget": _number(budget), "window": window, "method": method}
+    config = EvictionConfig.parse({key: val for key, val in given.items() if val is not None})
+    outcome = _outcome(prompt_len, block_size, config)
+    table = Table(show_header=False, box=None)
+    table.add_row("method", config.method)
+    table.add_row("entries retained", f"{outcome.entries} of {prompt_len} per KV head")
+    table.add_row("blocks packed", str(outcome.packed))
+    table.add_row("blocks of the tail", str(outcome.tail))
+    table.add_row("blocks freed", f"{outcome.freed} of {ceil(prompt_len / block_size)}")
+    console = Console()
+    console.print(table)
+    if not outcome.freed:
+        console.print("Nothing is freed: the request runs as in stock vLLM.")
+
+
+def _number(text: str | None) -> int | float | str | None:
+    """Reads a number as YAML would; what is none is left for the configuration to refuse."""
+    for kind in (int, float):
+        try:
+            return None if text is None else kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a plan does to a prompt.
+
+    Attributes:
+        entries: Entries retained per KV head per layer, averaged over the heads.
+        packed: Packed blocks.
+        tail: Tail blocks.
+        freed: Blocks given back.
+    """
+
+    entries: int
+    packed: int
+    tail: int
+    freed: int
+
+
+def _outcome(num_prompt_tokens: int, block_size: int, config: EvictionConfig) -> _Outcome:
+    """Counts the blocks of a plan; without one, all of them are as good as tail blocks."""
+    num_blocks = ceil(num_prompt_tokens / block_size)
+    planned = plan(num_prompt_tokens, block_size, config)
+    if planned is None:
+        return _Outcome(num_prompt_tokens, 0, num_blocks, 0)
+    return _Outcome(
+        entries=num_prompt_tokens - planned.first_packed * block_size,
+        packed=planned.num_packed,
+        tail=num_blocks - planned.tail_start,
+        freed=planned.first_packed,
+    )

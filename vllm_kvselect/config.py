@@ -1,0 +1,142 @@
+"""The one configuration object: frozen, validated once, unknown keys are errors."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+MethodName = Literal["none", "streaming-llm", "snapkv", "snapkv-perturb", "adakv", "adakv-perturb"]
+METHOD_NAMES: tuple[str, ...] = get_args(MethodName)
+
+CONFIG_KEY = "kv_eviction"
+"""Key of this configuration in `VllmConfig.additional_config`."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be honoured: names the value, the accepted ones, the remedy."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: PyYAML alone reads `1e-4`, without a point, as a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+class EvictionConfig(BaseModel):
+    """What is retained of a prompt's KV cache once the prompt is prefilled.
+
+    Attributes:
+        method: Scorer and allocator, a key of `vllm_kvselect.methods.METHODS`; `none` is stock.
+        budget: Entries retained per KV head per layer, averaged over a layer's heads, observation
+            window included. An `int` counts entries, a `float` is a fraction of the prompt.
+        window: Observation window in tokens: the last prompt tokens, whose queries score the
+            entries before them. Always retained.
+        kernel_size: Width of the max-pooling of the scores along the tokens (SnapKV, section 4).
+        alpha: Share of a head's budget that stage 1 of a `-perturb` method fills by score alone
+            (Algorithm 1 of arXiv 2502.03805).
+        eps: Added to the score in stage 2, before it is multiplied by the projected value norm.
+        safeguard: Share of a head's even budget that adaptive allocation may not take away
+            (AdaKV, arXiv 2407.11550, section 4.2).
+        num_sinks: First tokens that `streaming-llm` retains besides the latest ones.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    method: MethodName = "adakv-perturb"
+    budget: int | float = 1024
+    window: Annotated[int, Field(ge=1)] = 32
+    kernel_size: Annotated[int, Field(ge=1)] = 7
+    alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    eps: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1e-4
+    safeguard: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
+    num_sinks: Annotated[int, Field(ge=0)] = 4
+
+    @field_validator("budget")
+    @classmethod
+    def _budget_in_range(cls, budget: int | float) -> int | float:
+        if isinstance(budget, float) and not 0.0 < budget <= 1.0:
+            raise ValueError(
+                "a fraction of the prompt lies above 0.0 and up to 1.0; for a number of entries "
+                "write an integer, such as 1024"
+            )
+        if isinstance(budget, int) and budget < 1:
+            raise ValueError(
+                "a number of entries is at least 1; to switch eviction off use method 'none'"
+            )
+        return budget
+
+    @field_validator("kernel_size")
+    @classmethod
+    def _kernel_is_odd(cls, kernel_size: int) -> int:
+        if kernel_size % 2 == 0:
+            raise ValueError("the pooling kernel is centred on a token, so its width is odd")
+        return kernel_size
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is ever dropped."""
+        return self.method != "none"
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> Self:
+        """Validates plain values, as they come from YAML, JSON or the command line.
+
+        Args:
+            values: Field names and values. Missing fields take their defaults.
+
+        Returns:
+            The frozen configuration.
+
+        Raises:
+            ConfigError: If a key is unknown or a value is not accepted; the message names the key,
+                the offending value and what is accepted.
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    @classmethod
+    def read_file(cls, path: str | Path) -> dict[str, Any]:
+        """Reads the values of a YAML file without filling in defaults.
+
+        Args:
+            path: File with a mapping of field names to values.
+
+        Returns:
+            The mapping, still to be validated by `parse`.
+
+        Raises:
+            ConfigError: If the file cannot be read or holds no YAML mapping.
+        """
+        try:
+            values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"{path} must hold a mapping such as 'method: adakv-perturb', "
+                f"not {type(values).__name__}"
+            )
+        return values
+
+
+def _explain(error: ValidationError) -> str:
+    """One line per problem: the key, the value, what is accepted."""
+    lines = []
+    for problem in error.errors():
+        key = str(problem["loc"][0]) if problem["loc"] else CONFIG_KEY
+        if problem["type"] == "extra_forbidden":
+            accepted = ", ".join(EvictionConfig.model_fields)
+            lines.append(f"unknown key {key!r}; accepted keys: {accepted}")
+            continue
+        message = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"{key} = {problem['input']!r} is not accepted: {message}")
+    return "; ".join(dict.fromkeys(lines))

@@ -1,0 +1,202 @@
+"""From the command line or `additional_config` to a checked configuration of the whole engine.
+
+`add_cli_args`, `from_cli_args`, `before_engine_config` and `after_engine_config` are the four
+points of patches/0001 at which vLLM would call a plugin.
+"""
+
+import argparse
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import get_dtype_size
+
+from vllm_kvselect.config import CONFIG_KEY, METHOD_NAMES, ConfigError, EvictionConfig
+from vllm_kvselect.engine.checks import refuse_unsupported
+from vllm_kvselect.retention import budget_entries, plan
+
+logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
+
+_WORKER = "vllm_kvselect.engine.worker.EvictionCPUWorker"
+_CPU_BLOCK_SIZE = 32
+"""The smallest block of the CPU kernel's tiles: packed budgets waste the least in it."""
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the options to vLLM's parser, in a group of their own.
+
+    Args:
+        parser: vLLM's parser; parsed values appear as `kv_eviction_*`, None where not given.
+    """
+    group = parser.add_argument_group(
+        title="KVEviction",
+        description="Retain only the critical KV entries of every attention head (vllm-kvselect).",
+    )
+    group.add_argument(
+        "--kv-eviction",
+        dest="kv_eviction_method",
+        choices=METHOD_NAMES,
+        help="Method that chooses the entries; 'none' is stock vLLM.",
+    )
+    group.add_argument(
+        "--kv-eviction-budget",
+        type=lambda text: _field("budget", _number(text)),
+        metavar="ENTRIES|FRACTION",
+        help="Entries retained per KV head and layer, window included: a number (1024) or a "
+        "fraction of the prompt (0.2).",
+    )
+    group.add_argument(
+        "--kv-eviction-window",
+        type=lambda text: _field("window", _number(text)),
+        metavar="TOKENS",
+        help="Last prompt tokens, whose queries score the entries before them.",
+    )
+    group.add_argument(
+        "--kv-eviction-alpha",
+        type=lambda text: _field("alpha", float(text)),
+        metavar="SHARE",
+        help="Share of the budget that the first of two stages fills ('-perturb' methods).",
+    )
+    group.add_argument(
+        "--kv-eviction-config",
+        metavar="FILE",
+        help="YAML file with these and further settings; options on the command line win.",
+    )
+
+
+def from_cli_args(engine_args: EngineArgs, args: argparse.Namespace) -> None:
+    """Hands the options to the engine: they travel to every process in `additional_config`.
+
+    Args:
+        engine_args: vLLM's engine arguments, changed in place.
+        args: The parsed command line.
+
+    Raises:
+        ConfigError: If the file is unreadable or an option is given without a method.
+    """
+    values = _values(args)
+    if values is not None:
+        additional = engine_args.additional_config or {}
+        engine_args.additional_config = {**additional, CONFIG_KEY: values}
+
+
+def _values(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What the command line and its file say; None when eviction is not asked for.
+
+    Raises:
+        ConfigError: If the file is unreadable or an option is given without a method.
+    """
+    flags = {
+        name: value
+        for name in ("method", "budget", "window", "alpha")
+        if (value := getattr(args, f"kv_eviction_{name}", None)) is not None
+    }
+    path = getattr(args, "kv_eviction_config", None)
+    if path is not None:
+        return EvictionConfig.read_file(path) | flags
+    if flags and "method" not in flags:
+        names = ", ".join(f"--kv-eviction-{name}" for name in flags)
+        raise ConfigError(
+            f"{names} has no effect without --kv-eviction; accepted methods: "
+            f"{', '.join(METHOD_NAMES)}"
+        )
+    return flags or None
+
+
+def requested(engine_args: EngineArgs) -> EvictionConfig | None:
+    """The eviction that an engine is asked for.
+
+    Args:
+        engine_args: vLLM's engine arguments.
+
+    Returns:
+        The validated configuration, or None for a stock engine.
+
+    Raises:
+        ConfigError: If the values are not accepted.
+    """
+    values = (engine_args.additional_config or {}).get(CONFIG_KEY)
+    if values is None:
+        return None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"additional_config[{CONFIG_KEY!r}] = {values!r} must be a mapping such as "
+            '{"method": "adakv-perturb", "budget": 1024}'
+        )
+    eviction = EvictionConfig.parse(values)
+    return eviction if eviction.enabled else None
+
+
+def before_engine_config(engine_args: EngineArgs) -> None:
+    """Validates the request and fills in what the user left open.
+
+    Args:
+        engine_args: vLLM's engine arguments, changed in place.
+
+    Raises:
+        ConfigError: If the values are not accepted.
+    """
+    on_cpu = current_platform.is_cpu()
+    if requested(engine_args) is not None and engine_args.block_size is None and on_cpu:
+        engine_args.block_size = _CPU_BLOCK_SIZE
+
+
+def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> None:
+    """Checks vLLM's finished configuration and makes its workers ours.
+
+    Args:
+        engine_args: vLLM's engine arguments.
+        vllm_config: Their configuration, changed in place.
+
+    Raises:
+        ConfigError: If something cannot be honoured.
+    """
+    eviction = requested(engine_args)
+    if eviction is None:
+        return
+    refuse_unsupported(vllm_config, eviction)
+    vllm_config.additional_config[CONFIG_KEY] = eviction.model_dump()
+    vllm_config.parallel_config.worker_cls = _WORKER
+    logger.info("%s", describe(vllm_config, eviction))
+
+
+def describe(vllm_config: VllmConfig, eviction: EvictionConfig) -> str:
+    """One line on what is retained and what that frees, for a prompt of `max_model_len`."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    num_tokens, block_size = model.max_model_len, vllm_config.cache_config.block_size
+    block_bytes = (
+        block_size
+        * model.get_num_layers(parallel)
+        * model.get_num_kv_heads(parallel)
+        * 2
+        * model.get_head_size()
+        * get_dtype_size(model.dtype)
+    )
+    num_blocks = -(-num_tokens // block_size)
+    retention_plan = plan(num_tokens, block_size, eviction)
+    num_freed = retention_plan.first_packed if retention_plan else 0
+    return (
+        f"KV eviction {eviction.method}: retains {budget_entries(num_tokens, eviction)} entries "
+        f"per KV head and layer (window {eviction.window} included) of a prompt of {num_tokens} "
+        f"tokens; frees {num_freed} of its {num_blocks} blocks, "
+        f"{num_freed * block_bytes / 2**20:.1f} of {num_blocks * block_bytes / 2**20:.1f} MiB"
+    )
+
+
+def _number(text: str) -> int | float:
+    """An int where the text is one, else a float: 1 entry is not the fraction 1.0."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _field(name: str, value: int | float) -> int | float:
+    """Validates one field, so that the parser reports it like any other bad argument."""
+    try:
+        EvictionConfig.parse({name: value})
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return value

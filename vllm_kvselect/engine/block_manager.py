@@ -1,0 +1,84 @@
+"""HeadwiseManager: the scheduler's side of the retention plan, in vLLM's block vocabulary."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.request import Request
+
+from vllm_kvselect.retention import RetentionPlan, plan
+
+if TYPE_CHECKING:
+    from vllm_kvselect.engine.spec import HeadwiseSpec
+
+
+class HeadwiseManager(FullAttentionManager):
+    """Frees the blocks before the packed ones and keeps the packed ones private.
+
+    A request whose prompt drops nothing has no plan and is treated as vLLM treats it.
+
+    Args:
+        kv_cache_spec: The group's spec, with the eviction configuration.
+        **kwargs: vLLM's own arguments.
+    """
+
+    def __init__(self, kv_cache_spec: "HeadwiseSpec", **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        self.eviction = kv_cache_spec.eviction
+
+    def plan(self, num_prompt_tokens: int) -> RetentionPlan | None:
+        """The plan of a prompt, the same that the workers compute."""
+        return plan(num_prompt_tokens, self.block_size, self.eviction)
+
+    def max_cache_hit_tokens(self, request: Request) -> int:
+        """Tokens of a request that may come from the prefix cache.
+
+        Packed blocks are overwritten, so they must be private, and the observation window's
+        queries must be computed. The prompt's length counts: a preempted request resumes with more
+        tokens than its prompt, but its plan is still the same.
+
+        Args:
+            request: The request about to be scheduled for the first time, or again.
+
+        Returns:
+            A multiple of the block size below which a hit must stay; all tokens without a plan.
+        """
+        retention_plan = self.plan(request.num_prompt_tokens)
+        if retention_plan is None:
+            return request.num_tokens
+        return retention_plan.first_packed * self.block_size
+
+    def cache_blocks(
+        self,
+        request: Request,
+        num_tokens: int,
+        retention_interval: int | None = None,
+        *,
+        replay_boundaries: Sequence[int],
+    ) -> None:
+        """Hashes full blocks, but none from the first packed one on.
+
+        Those will be overwritten, or hold tokens generated from a context with dropped entries.
+        """
+        super().cache_blocks(
+            request,
+            min(num_tokens, self.max_cache_hit_tokens(request)),
+            retention_interval,
+            replay_boundaries=replay_boundaries,
+        )
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Frees the blocks before the packed ones, once the whole prompt has been processed.
+
+        Their hashes stay, so they serve other requests from the prefix cache until they are reused.
+        """
+        if num_prompt_tokens is None or processed_computed_tokens < num_prompt_tokens:
+            return
+        retention_plan = self.plan(num_prompt_tokens)
+        if retention_plan is not None:
+            self._remove_blocks_in_range(request_id, 0, retention_plan.first_packed)

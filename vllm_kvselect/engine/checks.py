@@ -1,0 +1,98 @@
+"""What eviction cannot honour is refused at start-up, with the reason and what to do."""
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.retention import budget_entries
+
+_STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> None:
+    """Checks a finished configuration of vLLM against what eviction supports.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        eviction: The validated configuration of eviction, enabled.
+
+    Raises:
+        ConfigError: With every reason against it.
+    """
+    problems = [
+        *_platform_problems(vllm_config),
+        *_model_problems(vllm_config),
+        *_feature_problems(vllm_config),
+        *_budget_problems(vllm_config, eviction),
+    ]
+    if problems:
+        raise ConfigError("kv_eviction cannot be used here: " + "; ".join(problems))
+
+
+def _platform_problems(vllm_config: VllmConfig) -> list[str]:
+    if not current_platform.is_cpu():
+        return [f"platform {current_platform.device_type!r} has no backend yet; accepted: 'cpu'"]
+    worker = vllm_config.parallel_config.worker_cls
+    if worker != _STOCK_WORKER:
+        return [f"worker_cls = {worker!r} replaces the worker; leave it at 'auto'"]
+    return []
+
+
+def _model_problems(vllm_config: VllmConfig) -> list[str]:
+    model = vllm_config.model_config
+    layer_types = set(getattr(model.hf_text_config, "layer_types", None) or ["full_attention"])
+    reasons = {
+        "uses MLA, whose cache has no entries per KV head": model.use_mla,
+        "has no attention layers": model.is_attention_free,
+        "mixes attention with state-space or linear-attention layers": model.is_hybrid,
+        "is an encoder-decoder": model.is_encoder_decoder,
+        "does not generate text (pooling)": model.runner_type != "generate",
+        f"has layers other than full attention ({', '.join(sorted(layer_types))})": layer_types
+        != {"full_attention"}
+        or vllm_config.cache_config.sliding_window is not None
+        or model.attention_chunk_size is not None
+        or model.rswa_window is not None,
+        "attends to parts of its prompt in both directions": model.is_mm_prefix_lm,
+    }
+    return [
+        f"model {model.model!r} {reason}; serve it without --kv-eviction"
+        for reason, present in reasons.items()
+        if present
+    ]
+
+
+def _feature_problems(vllm_config: VllmConfig) -> list[str]:
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    features = {
+        "speculative decoding (--speculative-config)": vllm_config.speculative_config is not None,
+        "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+        "tensor parallelism": parallel.tensor_parallel_size > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype
+        not in _plain_dtypes(vllm_config),
+        "KV sharing between layers (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
+    }
+    return [f"{name} is not supported; switch it off" for name, on in features.items() if on]
+
+
+def _plain_dtypes(vllm_config: VllmConfig) -> tuple[str, str]:
+    """Names of the KV cache dtype under which entries are stored as they are computed."""
+    return "auto", str(vllm_config.model_config.dtype).removeprefix("torch.")
+
+
+def _budget_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    block_size = vllm_config.cache_config.block_size
+    max_model_len = vllm_config.model_config.max_model_len
+    problems = []
+    if block_size % 32:
+        problems.append(f"block_size = {block_size} is not accepted; use a multiple of 32")
+    least, entries = eviction.window + block_size, budget_entries(max_model_len, eviction)
+    if entries < least:
+        problems.append(
+            f"budget = {eviction.budget!r} retains {entries} entries of {max_model_len} tokens; "
+            f"at least {least} are needed, the window of {eviction.window} and one block of "
+            f"{block_size}"
+        )
+    return problems

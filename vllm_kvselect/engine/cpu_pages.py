@@ -1,0 +1,109 @@
+"""PageCodec: reads keys and values out of pages of vLLM's CPU kernel, whatever their inner order.
+
+On CPU a page is all its keys, then all its values, each in an order that suits the kernel's
+instruction set ("amx", "vec", "vec16"). The order is a fixed permutation, so it is learned by
+writing coded values with vLLM's own cache-write op and reading them back. Writing needs no codec:
+the op itself takes entries in token order.
+"""
+
+import torch
+from vllm import _custom_ops as ops
+
+
+def one_head_view(kv_cache: torch.Tensor) -> torch.Tensor:
+    """Views the cache of a layer as a paged cache with a single KV head.
+
+    Args:
+        kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, layout LBHNC.
+
+    Returns:
+        `[num_blocks * num_kv_heads, 1, 2 * block_size, head_size]`, the same memory; the first half
+        of dimension 2 is the page's keys, the second its values.
+    """
+    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    return kv_cache.view(num_blocks * num_kv_heads, 1, 2 * block_size, -1)
+
+
+def write_entries(
+    kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, isa: str
+) -> None:
+    """Writes entries into slots of the one-head view, in the kernel's own order.
+
+    Args:
+        kv_cache: A layer's cache, `[num_blocks, num_kv_heads, block_size, 2 * head_size]`.
+        key: `[num_entries, head_size]`.
+        value: `[num_entries, head_size]`.
+        slots: `page * block_size + offset`, `[num_entries]` int64.
+        isa: The kernel's instruction set, as the layer uses it.
+    """
+    key_pages, value_pages = one_head_view(kv_cache).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(
+        key.unsqueeze(1), value.unsqueeze(1), key_pages, value_pages, slots, isa
+    )
+
+
+class PageCodec:
+    """The inner order of pages of one kernel, dtype and shape.
+
+    Args:
+        isa: The kernel's instruction set.
+        dtype: Data type of the cache.
+        block_size: Entries per page.
+        head_size: Elements per key and per value.
+
+    Raises:
+        RuntimeError: If the order is not a permutation; nothing could be read back then.
+    """
+
+    def __init__(self, isa: str, dtype: torch.dtype, block_size: int, head_size: int) -> None:
+        self.block_size, self.head_size = block_size, head_size
+        self._key_order, self._value_order = _learn_order(isa, dtype, block_size, head_size)
+
+    def read_keys(self, kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """Reads the keys of whole blocks in token order.
+
+        Args:
+            kv_cache: A layer's cache, `[num_blocks, num_kv_heads, block_size, 2 * head_size]`.
+            blocks: Block ids in token order, `[n]` int64.
+
+        Returns:
+            `[num_kv_heads, n * block_size, head_size]`.
+        """
+        return self._read(kv_cache, blocks, self._key_order)
+
+    def read_values(self, kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """Reads the values of whole blocks in token order; as `read_keys`."""
+        return self._read(kv_cache, blocks, self._value_order)
+
+    def _read(
+        self, kv_cache: torch.Tensor, blocks: torch.Tensor, order: torch.Tensor
+    ) -> torch.Tensor:
+        num_kv_heads = kv_cache.shape[1]
+        heads = torch.arange(num_kv_heads)[:, None]
+        pages = one_head_view(kv_cache).flatten(1)[(blocks * num_kv_heads + heads).flatten()]
+        return pages.index_select(1, order).view(num_kv_heads, -1, self.head_size)
+
+
+def _learn_order(
+    isa: str, dtype: torch.dtype, block_size: int, head_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index in a flat page of every element of its keys and of its values, in token order."""
+    num_elements = block_size * head_size
+    codes = torch.arange(num_elements)
+    found = torch.zeros(2 * num_elements, dtype=torch.int64)
+    # Codes go in byte by byte: every integer up to 256 is exact in bfloat16.
+    for shift in range(0, (2 * num_elements).bit_length(), 8):
+        page = torch.zeros(1, 1, block_size, 2 * head_size, dtype=dtype)
+        key, value = (
+            ((part >> shift) & 255).to(dtype).view(block_size, head_size)
+            for part in (codes, codes + num_elements)
+        )
+        write_entries(page, key, value, torch.arange(block_size), isa)
+        found += page.flatten().to(torch.int64) << shift
+    order = torch.argsort(found)
+    if not torch.equal(found[order], torch.arange(2 * num_elements)):
+        raise RuntimeError(
+            f"the inner order of {isa!r} pages ({dtype}, block size {block_size}, head size "
+            f"{head_size}) is not a permutation; eviction cannot read this KV cache"
+        )
+    return order[:num_elements], order[num_elements:]

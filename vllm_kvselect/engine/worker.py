@@ -1,0 +1,113 @@
+"""EvictionCPUWorker: vLLM's CPU worker with our backend, bound output projections and state.
+
+`ParallelConfig.worker_cls` is vLLM's public seam for it, so that neither prompt lengths nor the
+output projections need a hook in vLLM's code.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention import selector
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, replace_as
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_kvselect.config import CONFIG_KEY, EvictionConfig
+from vllm_kvselect.engine.cpu_backend import HeadwiseCPUAttentionImpl, HeadwiseCPUMetadataBuilder
+from vllm_kvselect.engine.output_projection import find_output_projections, materialise
+from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.engine.state import RetentionState
+from vllm_kvselect.methods import METHODS
+
+_BACKEND = "vllm_kvselect.engine.cpu_backend.HeadwiseCPUAttentionBackend"
+
+
+class EvictionCPUWorker(CPUWorker):
+    """Runs the model with eviction. Only engines that ask for eviction use this worker."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._eviction = EvictionConfig.parse(self.vllm_config.additional_config[CONFIG_KEY])
+        self._states: list[RetentionState] = []
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Loads the model with our attention backend and binds the output projections."""
+        with _backend_in_place():
+            super().load_model(**kwargs)
+        if METHODS[self._eviction.method].perturbation:
+            self._bind_output_projections()
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """vLLM's specs, the full-attention ones with the eviction configuration."""
+        return {
+            name: replace_as(spec, HeadwiseSpec, eviction=self._eviction)
+            if type(spec) is FullAttentionSpec
+            else spec
+            for name, spec in super().get_kv_cache_spec().items()
+        }
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocates the KV cache, then connects builders and layers to the state beside it."""
+        super().initialize_from_config(kv_cache_config)
+        self._states = [
+            builder.start(kv_cache_config.num_blocks, self._prompt_lens)
+            for groups in self.model_runner.attn_groups
+            for group in groups
+            for builder in group.metadata_builders
+            if isinstance(builder, HeadwiseCPUMetadataBuilder)
+        ]
+
+    def kv_eviction_stats(self) -> dict[str, float]:
+        """Counts since the start or the last reset.
+
+        Returns:
+            `selection_seconds`: time spent choosing and packing; `num_evicted`: prompts packed.
+        """
+        return {
+            "selection_seconds": sum(state.selection_seconds for state in self._states),
+            "num_evicted": max((state.num_evicted for state in self._states), default=0),
+        }
+
+    def reset_kv_eviction_stats(self) -> None:
+        """Sets the counts of `kv_eviction_stats` to zero."""
+        for state in self._states:
+            state.selection_seconds, state.num_evicted = 0.0, 0
+
+    def _prompt_lens(self, batch: CommonAttentionMetadata) -> np.ndarray:
+        """Prompt lengths of a batch's rows, which both model runners hold."""
+        if self.use_v2_model_runner:
+            return self.model_runner.req_states.prompt_len.np[batch.req_idx[: batch.num_reqs]]
+        return self.model_runner.input_batch.num_prompt_tokens[: batch.num_reqs]
+
+    def _bind_output_projections(self) -> None:
+        projections = find_output_projections(self.model_runner.get_model())
+        for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
+            if isinstance(layer.impl, HeadwiseCPUAttentionImpl):
+                layer.impl.output_projection = materialise(
+                    projections[name],
+                    layer.num_kv_heads,
+                    layer.head_size_v,
+                    self.model_config.dtype,
+                    self.device,
+                )
+
+
+@contextmanager
+def _backend_in_place() -> Iterator[None]:
+    """Lets the layers created meanwhile take our backend, and no engine after them.
+
+    On CPU the platform always asks for `CPU_ATTN`, so that name is overridden. vLLM caches its
+    choice per process, and a process may hold several engines.
+    """
+    register_backend(AttentionBackendEnum.CPU_ATTN, _BACKEND)
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+        selector._cached_get_attn_backend.cache_clear()

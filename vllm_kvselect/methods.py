@@ -1,0 +1,135 @@
+"""METHODS: every method by name, a scorer and an allocator each; the one registry."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from vllm_kvselect.allocation import adaptive_pages, uniform_pages
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scoring.snapkv import snapkv_scores
+from vllm_kvselect.scoring.streaming_llm import streaming_llm_scores
+from vllm_kvselect.scoring.value_norms import value_norms
+from vllm_kvselect.selection import select, select_perturbation
+
+Scorer = Callable[[torch.Tensor, torch.Tensor, float, EvictionConfig], torch.Tensor]
+"""`(query, key, scale, config)` -> scores `[num_kv_heads, num_prompt_tokens - window]`."""
+
+Allocator = Callable[[torch.Tensor, int, int, EvictionConfig], torch.Tensor]
+"""`(scores, num_packed, block_size, config)` -> pages per head `[num_kv_heads]`."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to choose what is retained.
+
+    Attributes:
+        scorer: Importance of each entry.
+        allocator: Pages of each head.
+        perturbation: Whether selection has the second stage, by projected value norm.
+        paper: Where the method was published.
+        summary: What it retains, in one line.
+    """
+
+    scorer: Scorer
+    allocator: Allocator
+    perturbation: bool
+    paper: str
+    summary: str
+
+
+METHODS: dict[str, Method] = {
+    "streaming-llm": Method(
+        scorer=streaming_llm_scores,
+        allocator=uniform_pages,
+        perturbation=False,
+        paper="StreamingLLM, arXiv 2309.17453",
+        summary="the first tokens and the latest ones",
+    ),
+    "snapkv": Method(
+        scorer=snapkv_scores,
+        allocator=uniform_pages,
+        perturbation=False,
+        paper="SnapKV, arXiv 2404.14469",
+        summary="what the last prompt tokens attend to, the same number for every head",
+    ),
+    "snapkv-perturb": Method(
+        scorer=snapkv_scores,
+        allocator=uniform_pages,
+        perturbation=True,
+        paper="SnapKV with the selection of arXiv 2502.03805",
+        summary="as snapkv, half of it by attention times projected value norm",
+    ),
+    "adakv": Method(
+        scorer=snapkv_scores,
+        allocator=adaptive_pages,
+        perturbation=False,
+        paper="AdaKV, arXiv 2407.11550",
+        summary="what the last prompt tokens attend to, more for heads that attend widely",
+    ),
+    "adakv-perturb": Method(
+        scorer=snapkv_scores,
+        allocator=adaptive_pages,
+        perturbation=True,
+        paper="AdaKV with the selection of arXiv 2502.03805",
+        summary="as adakv, half of it by attention times projected value norm",
+    ),
+}
+
+
+class Retention(NamedTuple):
+    """What one layer retains of one prompt, the tail blocks aside.
+
+    Attributes:
+        retained: Flat indices `head * num_tokens + token`, ascending,
+            `[num_packed * num_kv_heads * block_size]` int64.
+        offsets: Where each head's pages start in the run, `[num_kv_heads + 1]` int64.
+    """
+
+    retained: torch.Tensor
+    offsets: torch.Tensor
+
+
+def retain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output_projection: torch.Tensor | None,
+    scale: float,
+    num_packed: int,
+    block_size: int,
+    config: EvictionConfig,
+) -> Retention:
+    """Scores, allocates and selects: the whole choice of one layer for one prompt.
+
+    Args:
+        query: Queries of the observation window, `[window, num_heads, head_size]`.
+        key: Keys of the whole prompt, `[num_kv_heads, num_prompt_tokens, head_size]`.
+        value: Values of the tokens before the tail, `[num_kv_heads, num_tokens, head_size]`; only
+            these compete, the tail is retained anyway.
+        output_projection: W_O as `value_norms` takes it; None for methods without perturbation.
+        scale: Softmax scale of the layer.
+        num_packed: Packed blocks of the retention plan, fewer than `num_tokens / block_size`.
+        block_size: Entries per page.
+        config: Method and parameters.
+
+    Returns:
+        The retained entries and the heads' runs.
+    """
+    method = METHODS[config.method]
+    num_kv_heads, num_tokens, _ = value.shape
+    scores = method.scorer(query, key, scale, config)[:, :num_tokens]
+    pages = method.allocator(scores, num_packed, block_size, config)
+    budgets, num_retained = pages * block_size, num_packed * num_kv_heads * block_size
+    if method.perturbation:
+        assert output_projection is not None
+        norms = value_norms(value, output_projection)
+        retained = select_perturbation(
+            scores, norms, budgets, num_retained, config.alpha, config.eps
+        )
+    else:
+        retained = select(scores, budgets, num_retained)
+    offsets = torch.zeros(num_kv_heads + 1, dtype=torch.int64, device=pages.device)
+    torch.cumsum(pages, 0, out=offsets[1:])
+    return Retention(retained, offsets)

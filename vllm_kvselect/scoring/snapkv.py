@@ -1,0 +1,57 @@
+"""SnapKV (arXiv 2404.14469): the attention that the observation window pays to every entry."""
+
+import torch
+import torch.nn.functional as F
+
+from vllm_kvselect.config import EvictionConfig
+
+
+def snapkv_scores(
+    query: torch.Tensor, key: torch.Tensor, scale: float, config: EvictionConfig
+) -> torch.Tensor:
+    """Scores every entry before the window by the window's attention to it.
+
+    Softmax over all keys, causal inside the window; mean over the window's queries and the query
+    group; the window's own columns cut off; max-pooled along the tokens (SnapKV, Listing 1, and
+    Algorithm 2 of arXiv 2502.03805). Accumulates in float32, or float64 for float64 inputs.
+
+    Args:
+        query: Queries of the last `window` prompt tokens, `[window, num_heads, head_size]`.
+        key: All keys of the prompt, `[num_kv_heads, num_prompt_tokens, head_size]`.
+        scale: Softmax scale, as the layer uses it.
+        config: Gives `kernel_size`.
+
+    Returns:
+        `[num_kv_heads, num_prompt_tokens - window]`, at least float32.
+    """
+    attention = window_attention(query, key, scale).mean(dim=1)
+    return max_pool(attention[:, : key.shape[1] - query.shape[0]], config.kernel_size)
+
+
+def window_attention(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention weights of the window's queries over the whole prompt.
+
+    Args:
+        query: `[window, num_heads, head_size]`, head `h` reads KV head `h // group`.
+        key: `[num_kv_heads, num_prompt_tokens, head_size]`.
+        scale: Softmax scale.
+
+    Returns:
+        `[num_kv_heads, group * window, num_prompt_tokens]`: rows sum to 1. At least float32.
+    """
+    window, num_heads, head_size = query.shape
+    num_kv_heads, num_prompt_tokens, _ = key.shape
+    dtype = torch.promote_types(key.dtype, torch.float32)
+    # [window, num_heads, head_size] -> [num_kv_heads, group * window, head_size]
+    rows = query.view(window, num_kv_heads, num_heads // num_kv_heads, head_size)
+    rows = rows.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_size).to(dtype)
+    logits = torch.bmm(rows * scale, key.to(dtype).transpose(1, 2))
+    future = torch.ones(window, window, dtype=torch.bool, device=key.device).triu(1)
+    in_window = logits.view(num_kv_heads, -1, window, num_prompt_tokens)[..., -window:]
+    in_window.masked_fill_(future, float("-inf"))
+    return torch.softmax(logits, dim=-1)
+
+
+def max_pool(scores: torch.Tensor, kernel_size: int) -> torch.Tensor:
+    """Takes the maximum over `kernel_size` neighbouring tokens, so that a phrase stays whole."""
+    return F.max_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)

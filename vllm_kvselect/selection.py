@@ -1,0 +1,60 @@
+"""Selection: which entries each head retains inside its budget, in one stage or two."""
+
+import torch
+
+
+def select(scores: torch.Tensor, budgets: torch.Tensor, num_retained: int) -> torch.Tensor:
+    """Retains the best-scored entries of every head.
+
+    Equal scores fall to the earlier token, so ties never drop the sinks.
+
+    Args:
+        scores: `[num_kv_heads, num_tokens]`.
+        budgets: Entries per head, `[num_kv_heads]` int64, none above `num_tokens`.
+        num_retained: Their sum, known without reading `budgets` back.
+
+    Returns:
+        Flat indices `head * num_tokens + token`, ascending, `[num_retained]` int64.
+    """
+    return _flat_indices(_rank(scores) < budgets[:, None], num_retained)
+
+
+def select_perturbation(
+    scores: torch.Tensor,
+    norms: torch.Tensor,
+    budgets: torch.Tensor,
+    num_retained: int,
+    alpha: float,
+    eps: float,
+) -> torch.Tensor:
+    """Perturbation-constrained selection in two stages (Algorithm 1 of arXiv 2502.03805).
+
+    Stage 1 retains `floor(alpha * budget)` entries of a head by score. Stage 2 fills the rest of
+    the budget by `(score + eps) * norm`, the entry's part of the bound on the output perturbation.
+
+    Args:
+        scores: `[num_kv_heads, num_tokens]`, not negative.
+        norms: `||V W_O||_1`, `[num_kv_heads, num_tokens]`.
+        budgets: Entries per head, `[num_kv_heads]` int64, none above `num_tokens`.
+        num_retained: Their sum, known without reading `budgets` back.
+        alpha: Share of the budget that stage 1 fills, 0 to 1.
+        eps: Added to the score in stage 2.
+
+    Returns:
+        Flat indices `head * num_tokens + token`, ascending, `[num_retained]` int64.
+    """
+    stage_1 = _rank(scores) < (budgets.double() * alpha).floor()[:, None]
+    stage_2_scores = ((scores + eps) * norms).masked_fill(stage_1, float("inf"))
+    return select(stage_2_scores, budgets, num_retained)
+
+
+def _rank(scores: torch.Tensor) -> torch.Tensor:
+    """Rank of each entry in its head, best first, the earlier token first on ties."""
+    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+    ranks = torch.arange(scores.shape[1], device=scores.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, ranks)
+
+
+def _flat_indices(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the `count` set elements, ascending; the size is static, so nothing syncs."""
+    return torch.nonzero_static(mask.flatten(), size=count).squeeze(-1)
