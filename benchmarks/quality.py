@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from _engine import (
     MIB,
+    BenchmarkError,
     Job,
     blocks_retained,
     default_model,
@@ -34,6 +35,8 @@ from _texts import SPEECHES, needles
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from vllm_kvselect.config import EvictionConfig
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -59,7 +62,7 @@ class Setting(NamedTuple):
         """The plugin's configuration, or None for stock."""
         if self.method == FULL:
             return None
-        return {"method": self.method} | ({"budget": self.budget} if self.budget else {})
+        return {"method": self.method} | ({} if self.budget is None else {"budget": self.budget})
 
 
 def main(
@@ -80,6 +83,7 @@ def main(
     settings = {name: value for name, value in locals().items() if value is not None}
     from transformers import AutoTokenizer
 
+    rows = _rows(methods, budgets)
     model = model or default_model()
     prompts = needles(AutoTokenizer.from_pretrained(model), num_prompts, prompt_len, seed)
     job: Job = {
@@ -91,7 +95,7 @@ def main(
         "prompts": [needle.prompt for needle in prompts],
         "answers": [needle.answer for needle in prompts],
     }
-    results = _measure_all(job, _rows(methods, [int(each) for each in budgets.split(",")]))
+    results = _measure_all(job, rows)
     check, device = results[0][1]["check"], results[0][1]
     table = [_row(setting, result, results[0][1], prompt_len, seed) for setting, result in results]
     _print_table(table, check)
@@ -108,13 +112,18 @@ def main(
     print(json.dumps(report))
 
 
-def _rows(methods: str, budgets: list[int]) -> list[Setting]:
+def _rows(methods: str, budgets: str) -> list[Setting]:
     """Every method at every budget; stock comes first, and always, as the others' reference."""
+    try:
+        numbers = [int(each) for each in budgets.split(",")]
+    except ValueError:
+        raise BenchmarkError(f"--budgets {budgets!r} are no numbers such as 128,256") from None
     names = [FULL, *(name for name in methods.split(",") if name != FULL)]
-    unbudgeted = [Setting(name, None) for name in names if name in UNBUDGETED]
-    return unbudgeted + [
-        Setting(name, budget) for name in names if name not in UNBUDGETED for budget in budgets
-    ]
+    rows = [Setting(name, None) for name in names if name in UNBUDGETED]
+    rows += [Setting(name, each) for name in names if name not in UNBUDGETED for each in numbers]
+    for eviction in filter(None, (setting.eviction for setting in rows)):
+        EvictionConfig.parse(eviction)  # a typing error shows now and not after the first engine
+    return rows
 
 
 def _measure_all(job: Job, rows: list[Setting]) -> list[tuple[Setting, Result]]:

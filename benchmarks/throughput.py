@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from _engine import (
     MIB,
+    BenchmarkError,
     Job,
     default_model,
     describe,
@@ -215,7 +216,10 @@ def _preemptions(llm: "LLM") -> int:
 
 def _eviction(method: str, budget: str) -> dict[str, Any]:
     """The plugin's configuration; a budget with a point in it is a fraction of the prompt."""
-    number = float(budget) if "." in budget else int(budget)
+    try:
+        number = float(budget) if "." in budget else int(budget)
+    except ValueError:
+        raise BenchmarkError(f"--budget {budget!r} is no number, such as 256 or 0.2") from None
     return EvictionConfig.parse({"method": method, "budget": number}).model_dump()
 
 

@@ -1,5 +1,5 @@
 from fractions import Fraction
-from math import floor
+from math import floor, nextafter
 
 import pytest
 import torch
@@ -97,6 +97,13 @@ def test_one_head_may_take_all_that_the_safeguard_leaves() -> None:
     scores = [[0] * 64, [1] * 64]
     assert adaptive(scores, 4, 8, 0.0) == [0, 8]
     assert adaptive(scores, 4, 8, 0.5) == [2, 6]
+
+
+def test_the_safeguard_is_rounded_to_the_nearest_fraction() -> None:
+    """Quotas of 1.5 and 2.5 pages at a safeguard of 0.5: the lower head gets the odd page."""
+    scores = [[1] * 8 + [0] * 24, [1] * 24 + [0] * 8]
+    for safeguard in (nextafter(0.5, 0.0), 0.5, nextafter(0.5, 1.0)):
+        assert adaptive(scores, 2, 8, safeguard) == [2, 2]
 
 
 def test_strided_scores_are_read_by_head() -> None:

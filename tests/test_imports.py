@@ -18,6 +18,7 @@ LEFT_TO_RIGHT = (
     ("scoring",),
     ("allocation",),
     ("selection",),
+    ("pruning",),
     ("compaction",),
     ("page_table",),
     ("methods",),

@@ -8,6 +8,7 @@ from tests.strategies import Shape, few, random_layer, seeds, shapes
 from vllm_kvselect.config import METHOD_NAMES
 from vllm_kvselect.methods import METHODS, Retention, retain
 from vllm_kvselect.scoring.streaming_llm import streaming_llm_scores
+from vllm_kvselect.scoring.value_norms import OutputProjection
 
 
 def run(case: MethodCase, shape: Shape, seed: int, dtype: torch.dtype) -> Retention:
@@ -16,7 +17,7 @@ def run(case: MethodCase, shape: Shape, seed: int, dtype: torch.dtype) -> Retent
         layer.query,
         layer.key,
         layer.value[:, : shape.num_tokens],
-        layer.output_projection if METHODS[case.method].perturbation else None,
+        OutputProjection.of(layer.output_projection) if METHODS[case.method].perturbation else None,
         shape.scale,
         shape.num_packed,
         shape.block_size,
@@ -85,7 +86,7 @@ def test_entries_of_the_tail_do_not_compete(case: MethodCase) -> None:
     layer = random_layer(shape, 0)
     layer.key[:, 24:27] = 10 * layer.query.mean(dim=(0, 1))
     config = case.config(window=shape.window)
-    arguments = (layer.output_projection, shape.scale, 1, 8, config)
+    arguments = (OutputProjection.of(layer.output_projection), shape.scale, 1, 8, config)
     retention = retain(layer.query, layer.key, layer.value[:, :24], *arguments)
     retained = retention.retained.view(-1)
     assert len(set(retained.tolist())) == 2 * 8
@@ -104,7 +105,7 @@ def test_a_broken_model_does_not_break_the_bookkeeping(case: MethodCase, num_bad
     layer.key[1, 7 : 7 + num_bad], layer.value[2, 3 : 3 + num_bad] = torch.nan, torch.nan
     config = case.config(window=shape.window)
     value = layer.value[:, : shape.num_tokens]
-    arguments = (layer.output_projection, shape.scale, 2, 8, config)
+    arguments = (OutputProjection.of(layer.output_projection), shape.scale, 2, 8, config)
     retention = retain(layer.query, layer.key, value, *arguments)
     assert int(retention.offsets[-1]) == 6
     assert len(set(retention.retained.tolist())) == 48

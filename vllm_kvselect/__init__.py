@@ -9,6 +9,6 @@ def register() -> None:
     Installs the hooks of `vllm_kvselect.engine.hooks`. Without the `--kv-eviction` option (or
     `additional_config["kv_eviction"]`) every hook hands over to vLLM's own code.
     """
-    from vllm_kvselect.engine import hooks
+    from vllm_kvselect.engine.hooks import install
 
-    hooks.install()
+    install()

@@ -8,9 +8,10 @@ import torch
 
 from vllm_kvselect.allocation import adaptive_pages, uniform_pages
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.pruning import needed_value_norms
 from vllm_kvselect.scoring.snapkv import snapkv_scores
 from vllm_kvselect.scoring.streaming_llm import streaming_llm_scores
-from vllm_kvselect.scoring.value_norms import value_norms
+from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selection import select, select_perturbation
 
 Scorer = Callable[[torch.Tensor, torch.Tensor, float, EvictionConfig], torch.Tensor]
@@ -95,7 +96,7 @@ def retain(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    output_projection: torch.Tensor | None,
+    output_projection: OutputProjection | None,
     scale: float,
     num_packed: int,
     block_size: int,
@@ -108,7 +109,7 @@ def retain(
         key: Keys of the whole prompt, `[num_kv_heads, num_prompt_tokens, head_size]`.
         value: Values of the tokens before the tail, `[num_kv_heads, num_tokens, head_size]`; only
             these compete, the tail is retained anyway.
-        output_projection: W_O as `value_norms` takes it; None for methods without perturbation.
+        output_projection: The layer's W_O; None for methods without perturbation.
         scale: Softmax scale of the layer.
         num_packed: Packed blocks of the retention plan, fewer than `num_tokens / block_size`.
         block_size: Entries per page.
@@ -124,7 +125,9 @@ def retain(
     budgets, num_retained = pages * block_size, num_packed * num_kv_heads * block_size
     if method.perturbation:
         assert output_projection is not None
-        norms = value_norms(value, output_projection)
+        norms = needed_value_norms(
+            scores, value, output_projection, budgets, config.alpha, config.eps
+        )
         retained = select_perturbation(
             scores, norms, budgets, num_retained, config.alpha, config.eps
         )

@@ -43,9 +43,13 @@ def select_perturbation(
     Returns:
         Flat indices `head * num_tokens + token`, ascending, `[num_retained]` int64.
     """
-    stage_1 = _rank(scores) < (budgets.double() * alpha).floor()[:, None]
-    stage_2_scores = ((scores + eps) * norms).masked_fill(stage_1, float("inf"))
-    return select(stage_2_scores, budgets, num_retained)
+    keys = ((scores + eps) * norms).masked_fill(stage_1_mask(scores, budgets, alpha), float("inf"))
+    return select(keys, budgets, num_retained)
+
+
+def stage_1_mask(scores: torch.Tensor, budgets: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Marks the `floor(alpha * budget)` best-scored entries of every head, `[..., num_tokens]`."""
+    return _rank(scores) < (budgets.double() * alpha).floor()[:, None]
 
 
 def _rank(scores: torch.Tensor) -> torch.Tensor:

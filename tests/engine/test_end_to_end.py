@@ -91,7 +91,7 @@ def test_packing_everything_changes_nothing(
     with start_full_engine(None, 400) as engine:
         expected = engine.generate(prompts, 48)
     monkeypatch.setattr("vllm_kvselect.engine.block_manager.plan", retain_everything)
-    monkeypatch.setattr("vllm_kvselect.engine.cpu_backend.plan", retain_everything)
+    monkeypatch.setattr("vllm_kvselect.engine.batch.plan", retain_everything)
     with start_full_engine(EVICTION, 400) as engine:
         assert engine.generate(prompts, 48) == expected
         assert engine.worker.kv_eviction_stats()["num_evicted"] == 20

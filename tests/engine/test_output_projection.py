@@ -58,7 +58,7 @@ def test_projections_are_the_checkpoints(
     dtype: str, start_engine: EngineFactory, shallow_model: Path
 ) -> None:
     with start_engine({"method": "snapkv-perturb"}, 80, dtype=dtype) as engine:
-        bound = [impl.output_projection for impl in engine.impls]
+        bound = [impl.output_projection.weight for impl in engine.impls]
     for actual, expected in zip(bound, expected_projections(shallow_model), strict=True):
         assert actual.is_contiguous()
         assert torch.equal(actual.float(), expected)
@@ -70,7 +70,7 @@ def test_quantised_projections_are_those_the_layer_applies(
     settings = {"model": int8_model, "dtype": "bfloat16"}
     with start_engine({"method": "adakv-perturb", "budget": 128}, 80, **settings) as engine:
         assert len(engine.generate(make_prompts([600]), 16)[0].token_ids) == 16
-        bound = [impl.output_projection for impl in engine.impls]
+        bound = [impl.output_projection.weight for impl in engine.impls]
     for actual, expected in zip(bound, expected_projections(shallow_model), strict=True):
         # Symmetric int8 by output channel: off by half a step of the channel's largest weight,
         # and by the bfloat16 rounding of the result.

@@ -4,14 +4,21 @@ A request's chunk is cut at the end of its prompt: up to there vLLM's attention 
 cache, beyond it the tokens read the retained entries only. Rows without a plan stay vLLM's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.page_table import PageTable, headwise_page_table
-from vllm_kvselect.retention import RetentionPlan
+from vllm_kvselect.retention import RetentionPlan, plan
+
+PromptLens = Callable[[CommonAttentionMetadata], np.ndarray]
+"""Prompt lengths `[num_reqs]` of a batch's rows, from the model runner that holds them."""
 
 Tokens = slice | torch.Tensor
 """Token indices into a batch: a slice where they are consecutive, so that nothing is copied."""
@@ -61,6 +68,8 @@ class Completion:
         blocks: Block ids of the whole prompt, int64.
         first_packed_block: Id of the first packed block, the key of the state.
         num_prompt_tokens: Length of the prompt.
+        prompt_tokens: The prompt's tokens of this batch if they are all of it: keys and values are
+            at hand then and need not be read from the cache. Else None.
         window_tokens: Tokens of this batch that belong to the observation window.
         earlier_queries: Queries of the window's first tokens from earlier chunks,
             `[num_layers, n, num_heads, head_size]`, or None.
@@ -70,8 +79,22 @@ class Completion:
     blocks: torch.Tensor
     first_packed_block: int
     num_prompt_tokens: int
+    prompt_tokens: slice | None
     window_tokens: slice
     earlier_queries: torch.Tensor | None
+
+
+@dataclass
+class PartialWindow:
+    """A chunk that ends inside a prompt's observation window: its queries there are kept.
+
+    Attributes:
+        queries: Where they go, `[num_layers, n, num_heads, head_size]`.
+        tokens: Which tokens of the batch they are.
+    """
+
+    queries: torch.Tensor
+    tokens: slice
 
 
 @dataclass
@@ -150,7 +173,7 @@ def headwise_batch(
     Returns:
         The sequences, still without page tables.
     """
-    plans = np.array([rows.plans[row] for row in chosen])
+    plans = np.array([rows.plans[row] for row in chosen], dtype=np.int64)
     stock_lens = rows.stock_lens[chosen]
     lens = rows.query_lens[chosen] - stock_lens
     starts = rows.query_start[chosen] + stock_lens
@@ -166,3 +189,160 @@ def headwise_batch(
         first_packed_blocks=table.gather(1, first_packed[:, None]).squeeze(1).to(torch.int64),
         table=None,
     )
+
+
+@dataclass
+class Split:
+    """A batch in which something is dropped, or about to be.
+
+    Attributes:
+        stock: The part that vLLM's own call computes; it may have no requests.
+        stock_tokens: Its tokens; None stands for the whole batch as it is.
+        completions: Rows to select and pack after that call.
+        partial_windows: Queries to keep for a later chunk.
+        headwise: Tokens that read retained entries, computed last, or None.
+    """
+
+    stock: CommonAttentionMetadata
+    stock_tokens: Tokens | None
+    completions: list[Completion]
+    partial_windows: list[PartialWindow]
+    headwise: HeadwiseBatch | None
+
+
+class Splitter:
+    """Splits the batches of one group of layers.
+
+    Args:
+        eviction: The configuration.
+        state: State of the group's layers.
+        prompt_lens: Gives the prompt lengths of a batch.
+        block_size: Tokens per block.
+        num_kv_heads: KV heads on this rank.
+        query_shape: Shape of one token's queries, `(num_heads, head_size)`.
+        dtype: Data type of the queries.
+    """
+
+    def __init__(
+        self,
+        eviction: EvictionConfig,
+        state: RetentionState,
+        prompt_lens: PromptLens,
+        block_size: int,
+        num_kv_heads: int,
+        query_shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        self._eviction, self._state, self._prompt_lens = eviction, state, prompt_lens
+        self._block_size, self._num_kv_heads = block_size, num_kv_heads
+        self._query_shape, self._dtype = query_shape, dtype
+
+    def split(self, common: CommonAttentionMetadata) -> Split | None:
+        """Splits a batch, or returns None when nobody in it drops anything in this step."""
+        rows = self._rows(common)
+        block_table = common.block_table_tensor
+        windows = self._partial_windows(rows, block_table)
+        completing = rows.completing
+        settled = np.flatnonzero(rows.stock_lens < rows.query_lens)
+        if not completing.any() and not settled.size and not windows:
+            return None
+        completions = [
+            self._completion(rows, row, retention_plan, block_table)
+            for row, retention_plan in enumerate(rows.plans)
+            if completing[row] and retention_plan is not None
+        ]
+        if not settled.size:
+            return Split(common, None, completions, windows, None)
+        headwise = headwise_batch(rows, settled, block_table, self._num_kv_heads)
+        if not completing[settled].any():
+            headwise.table = headwise.page_table(self._state.offsets, self._block_size)
+        stock, stock_tokens = stock_part(rows, common)
+        return Split(stock, stock_tokens, completions, windows, headwise)
+
+    def _rows(self, common: CommonAttentionMetadata) -> Rows:
+        query_start = common.query_start_loc_cpu.numpy().astype(np.int64)
+        seq_lens = common.seq_lens.numpy().astype(np.int64)
+        prompt_lens = self._prompt_lens(common).astype(np.int64)
+        plans = [plan(int(n), self._block_size, self._eviction) for n in prompt_lens]
+        planned = np.array([p is not None for p in plans], dtype=bool)
+        return Rows(
+            query_start=query_start[:-1],
+            query_lens=np.diff(query_start),
+            seq_lens=seq_lens,
+            prompt_lens=np.where(planned, prompt_lens, seq_lens),
+            plans=plans,
+        )
+
+    def _completion(
+        self, rows: Rows, row: int, retention_plan: RetentionPlan, block_table: torch.Tensor
+    ) -> Completion:
+        num_prompt_tokens, window = int(rows.prompt_lens[row]), self._eviction.window
+        blocks = block_table[row, : -(-num_prompt_tokens // self._block_size)].to(torch.int64)
+        first_packed_block = int(blocks[retention_plan.first_packed])
+        start = int(rows.query_start[row])
+        end = start + int(rows.stock_lens[row])
+        num_computed = int(rows.num_computed[row])
+        num_earlier = num_computed - (num_prompt_tokens - window)
+        earlier = self._state.window(first_packed_block, num_earlier)
+        self._state.close_window(first_packed_block)
+        return Completion(
+            plan=retention_plan,
+            blocks=blocks,
+            first_packed_block=first_packed_block,
+            num_prompt_tokens=num_prompt_tokens,
+            prompt_tokens=slice(start, end) if num_computed == 0 else None,
+            window_tokens=slice(max(start, end - window), end),
+            earlier_queries=earlier.queries[:, :num_earlier] if earlier else None,
+        )
+
+    def _partial_windows(self, rows: Rows, block_table: torch.Tensor) -> list[PartialWindow]:
+        """Chunks that end after the window's first token and before the prompt's last."""
+        window_start = rows.prompt_lens - self._eviction.window
+        partial = (rows.seq_lens > window_start) & (rows.seq_lens < rows.prompt_lens)
+        found = [
+            self._partial_window(rows, row, int(window_start[row]), int(block_table[row, first]))
+            for row in np.flatnonzero(partial)
+            if (first := _first_packed(rows.plans[row])) is not None
+        ]
+        return [window for window in found if window is not None]
+
+    def _partial_window(
+        self, rows: Rows, row: int, window_start: int, first_packed_block: int
+    ) -> PartialWindow | None:
+        num_computed, seq_len = int(rows.num_computed[row]), int(rows.seq_lens[row])
+        if num_computed <= window_start:
+            shape = (self._state.num_layers, self._eviction.window, *self._query_shape)
+            self._state.open_window(first_packed_block, shape, self._dtype)
+        first = max(0, num_computed - window_start)
+        window = self._state.window(first_packed_block, first)
+        if window is None:
+            return None
+        num_new = seq_len - window_start - first
+        window.num_filled = first + num_new
+        end = int(rows.query_start[row] + rows.query_lens[row])
+        return PartialWindow(window.queries[:, first : first + num_new], slice(end - num_new, end))
+
+
+def stock_part(
+    rows: Rows, common: CommonAttentionMetadata
+) -> tuple[CommonAttentionMetadata, Tokens]:
+    """Cuts a batch down to the tokens that vLLM's own call computes, and says which they are."""
+    lens = rows.stock_lens
+    kept = np.flatnonzero(lens)
+    seq_lens = np.minimum(rows.seq_lens, rows.prompt_lens)[kept].astype(np.int32)
+    locations = start_loc(lens[kept])
+    part = common.replace(
+        query_start_loc=locations,
+        query_start_loc_cpu=locations,
+        seq_lens=torch.from_numpy(seq_lens),
+        num_reqs=len(kept),
+        num_actual_tokens=int(lens.sum()),
+        max_query_len=int(lens.max()),
+        max_seq_len=int(seq_lens.max(initial=0)),
+        block_table_tensor=common.block_table_tensor[torch.from_numpy(kept)],
+    )
+    return part, token_indices(rows.query_start[kept], lens[kept])
+
+
+def _first_packed(retention_plan: RetentionPlan | None) -> int | None:
+    return None if retention_plan is None else retention_plan.first_packed

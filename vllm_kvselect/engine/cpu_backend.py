@@ -5,11 +5,9 @@ their prompts. A batch in which nobody drops anything takes vLLM's path from end
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
@@ -26,23 +24,12 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_kvselect.compaction import packed_slots
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine.batch import (
-    Completion,
-    HeadwiseBatch,
-    Rows,
-    Tokens,
-    headwise_batch,
-    start_loc,
-    token_indices,
-)
+from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, PromptLens, Split, Splitter
 from vllm_kvselect.engine.cpu_pages import PageCodec, one_head_view, write_entries
 from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.methods import Retention, retain
-from vllm_kvselect.retention import plan
-
-PromptLens = Callable[[CommonAttentionMetadata], np.ndarray]
-"""Prompt lengths `[num_reqs]` of a batch's rows, from the model runner that holds them."""
+from vllm_kvselect.scoring.value_norms import OutputProjection
 
 
 class HeadwiseCPUAttentionBackend(CPUAttentionBackend):
@@ -60,35 +47,16 @@ class HeadwiseCPUAttentionBackend(CPUAttentionBackend):
 
 
 @dataclass
-class PartialWindow:
-    """A chunk that ends inside a prompt's observation window: its queries there are kept.
-
-    Attributes:
-        queries: Where they go, `[num_layers, n, num_heads, head_size]`.
-        tokens: Which tokens of the batch they are.
-    """
-
-    queries: torch.Tensor
-    tokens: slice
-
-
-@dataclass
 class HeadwiseCPUMetadata:
-    """A batch in which something is dropped, or about to be.
+    """A split batch, with vLLM's metadata for the part that its own call computes.
 
     Attributes:
-        stock: Metadata of the tokens that vLLM's own call computes, or None.
-        stock_tokens: Those tokens; None stands for the whole batch as it is.
-        completions: Rows to select and pack after that call.
-        partial_windows: Queries to keep for a later chunk.
-        headwise: Tokens that read retained entries, computed last, or None.
+        split: The batch's parts.
+        stock: vLLM's metadata of `split.stock`, or None if that has no requests.
     """
 
+    split: Split
     stock: CPUAttentionMetadata | None
-    stock_tokens: Tokens | None
-    completions: list[Completion]
-    partial_windows: list[PartialWindow]
-    headwise: HeadwiseBatch | None
 
 
 class HeadwiseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -102,8 +70,7 @@ class HeadwiseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._state: RetentionState | None = None
-        self._prompt_lens: PromptLens | None = None
+        self._splitter: Splitter | None = None
 
     def start(self, num_blocks: int, prompt_lens: PromptLens) -> RetentionState:
         """Connects the layers of the group to their state; called once the cache is allocated.
@@ -115,20 +82,24 @@ class HeadwiseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         Returns:
             The state of the group's layers.
         """
-        assert isinstance(self.kv_cache_spec, HeadwiseSpec)
-        self._eviction = self.kv_cache_spec.eviction
+        spec = self.kv_cache_spec
+        assert isinstance(spec, HeadwiseSpec)
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
-        self._state = RetentionState(
-            num_blocks,
-            len(layers),
-            self.num_kv_heads,
-            self.vllm_config.scheduler_config.max_num_seqs,
-        )
-        self._prompt_lens = prompt_lens
-        codec = PageCodec(self.isa, self.kv_cache_spec.dtype, self.block_size, self.head_dim)
+        max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
+        state = RetentionState(num_blocks, len(layers), self.num_kv_heads, max_num_seqs)
+        codec = PageCodec(self.isa, spec.dtype, self.block_size, self.head_dim)
         for index, name in enumerate(self.layer_names):
-            layers[name].impl.start(index, self.isa, self._eviction, self._state, codec)
-        return self._state
+            layers[name].impl.start(index, self.isa, spec.eviction, state, codec)
+        self._splitter = Splitter(
+            spec.eviction,
+            state,
+            prompt_lens,
+            self.block_size,
+            self.num_kv_heads,
+            (self.num_heads, self.head_dim),
+            self.dtype,
+        )
+        return state
 
     def build(
         self,
@@ -137,116 +108,19 @@ class HeadwiseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> CPUAttentionMetadata | HeadwiseCPUMetadata:
         """vLLM's metadata where nothing is dropped, else the split batch."""
-        if self._state is None:
+        split = self._splitter.split(common_attn_metadata) if self._splitter else None
+        if split is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        rows = self._rows(common_attn_metadata)
-        block_table = common_attn_metadata.block_table_tensor
-        partial_windows = self._partial_windows(rows, block_table)
-        completing = rows.completing
-        settled = np.flatnonzero(rows.stock_lens < rows.query_lens)
-        if not completing.any() and not settled.size and not partial_windows:
-            return super().build(common_prefix_len, common_attn_metadata, fast_build)
-
-        metadata = HeadwiseCPUMetadata(
-            stock=None,
-            stock_tokens=None,
-            completions=[
-                self._completion(rows, row, block_table) for row in np.flatnonzero(completing)
-            ],
-            partial_windows=partial_windows,
-            headwise=None,
-        )
-        if settled.size:
-            metadata.headwise = headwise_batch(rows, settled, block_table, self.num_kv_heads)
-            if not completing[settled].any():
-                metadata.headwise.table = metadata.headwise.page_table(
-                    self._state.offsets, self.block_size
-                )
-            common_attn_metadata = self._stock_part(rows, common_attn_metadata, metadata)
-        if common_attn_metadata.num_reqs:
-            metadata.stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return metadata
-
-    def _rows(self, common: CommonAttentionMetadata) -> Rows:
-        query_start = common.query_start_loc_cpu.numpy()
-        seq_lens = common.seq_lens.numpy().astype(np.int64)
-        prompt_lens = self._prompt_lens(common).astype(np.int64)
-        plans = [plan(int(n), self.block_size, self._eviction) for n in prompt_lens]
-        planned = np.array([p is not None for p in plans], dtype=bool)
-        return Rows(
-            query_start=query_start[:-1].astype(np.int64),
-            query_lens=np.diff(query_start).astype(np.int64),
-            seq_lens=seq_lens,
-            prompt_lens=np.where(planned, prompt_lens, seq_lens),
-            plans=plans,
-        )
-
-    def _stock_part(
-        self, rows: Rows, common: CommonAttentionMetadata, metadata: HeadwiseCPUMetadata
-    ) -> CommonAttentionMetadata:
-        """Cuts the batch down to the tokens that vLLM's own call computes."""
-        lens = rows.stock_lens
-        kept = np.flatnonzero(lens)
-        metadata.stock_tokens = token_indices(rows.query_start[kept], lens[kept])
-        seq_lens = np.minimum(rows.seq_lens, rows.prompt_lens)[kept].astype(np.int32)
-        locations = start_loc(lens[kept])
-        return common.replace(
-            query_start_loc=locations,
-            query_start_loc_cpu=locations,
-            seq_lens=torch.from_numpy(seq_lens),
-            num_reqs=len(kept),
-            num_actual_tokens=int(lens.sum()),
-            max_query_len=int(lens.max()),
-            max_seq_len=int(seq_lens.max(initial=0)),
-            block_table_tensor=common.block_table_tensor[torch.from_numpy(kept)],
-        )
-
-    def _completion(self, rows: Rows, row: int, block_table: torch.Tensor) -> Completion:
-        retention_plan, num_prompt_tokens = rows.plans[row], int(rows.prompt_lens[row])
-        blocks = block_table[row, : -(-num_prompt_tokens // self.block_size)].to(torch.int64)
-        first_packed_block = int(blocks[retention_plan.first_packed])
-        start, end = rows.query_start[row], rows.query_start[row] + rows.stock_lens[row]
-        num_earlier = int(rows.num_computed[row]) - (num_prompt_tokens - self._eviction.window)
-        window = self._state.window(first_packed_block, num_earlier)
-        self._state.close_window(first_packed_block)
-        return Completion(
-            plan=retention_plan,
-            blocks=blocks,
-            first_packed_block=first_packed_block,
-            num_prompt_tokens=num_prompt_tokens,
-            window_tokens=slice(int(max(start, end - self._eviction.window)), int(end)),
-            earlier_queries=window.queries[:, :num_earlier] if window else None,
-        )
-
-    def _partial_windows(self, rows: Rows, block_table: torch.Tensor) -> list[PartialWindow]:
-        """Chunks that end after the window's first token and before the prompt's last."""
-        window_start = rows.prompt_lens - self._eviction.window
-        partial = (rows.seq_lens > window_start) & (rows.seq_lens < rows.prompt_lens)
-        return [
-            self._partial_window(rows, row, int(window_start[row]), block_table)
-            for row in np.flatnonzero(partial)
-        ]
-
-    def _partial_window(
-        self, rows: Rows, row: int, window_start: int, block_table: torch.Tensor
-    ) -> PartialWindow:
-        first_packed_block = int(block_table[row, rows.plans[row].first_packed])
-        num_computed, seq_len = int(rows.num_computed[row]), int(rows.seq_lens[row])
-        if num_computed <= window_start:
-            shape = (len(self.layer_names), self._eviction.window, self.num_heads, self.head_dim)
-            self._state.open_window(first_packed_block, shape, self.dtype)
-        first = max(0, num_computed - window_start)
-        window = self._state.window(first_packed_block, first)
-        end = int(rows.query_start[row] + rows.query_lens[row])
-        num_new = seq_len - window_start - first
-        window.num_filled = first + num_new
-        return PartialWindow(window.queries[:, first : first + num_new], slice(end - num_new, end))
+        stock = None
+        if split.stock.num_reqs:
+            stock = super().build(common_prefix_len, split.stock, fast_build)
+        return HeadwiseCPUMetadata(split, stock)
 
 
 class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
     """vLLM's CPU attention, plus selection, packing and the one-head view."""
 
-    output_projection: torch.Tensor | None = None
+    output_projection: OutputProjection | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -310,15 +184,16 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
                 output_block_scale,
             )
         self._forward_stock(layer, query, key, value, kv_cache, attn_metadata, output)
-        for partial in attn_metadata.partial_windows:
+        split = attn_metadata.split
+        for partial in split.partial_windows:
             partial.queries[self._layer_index].copy_(query[partial.tokens])
-        if attn_metadata.completions:
+        if split.completions:
             started = time.perf_counter()
-            for completion in attn_metadata.completions:
-                self._pack(query, kv_cache, completion)
+            for completion in split.completions:
+                self._pack(query, key, value, kv_cache, completion)
             self._state.selection_seconds += time.perf_counter() - started
-        if attn_metadata.headwise is not None:
-            self._forward_headwise(query, kv_cache, attn_metadata.headwise, output)
+        if split.headwise is not None:
+            self._forward_headwise(query, kv_cache, split.headwise, output)
         return output
 
     def _forward_stock(
@@ -334,7 +209,7 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
         """vLLM's own call, on the tokens of the batch that are prompt or drop nothing."""
         if metadata.stock is None:
             return
-        tokens = metadata.stock_tokens
+        tokens = metadata.split.stock_tokens
         if tokens is None:
             super().forward(layer, query, key, value, kv_cache, metadata.stock, output)
             return
@@ -343,12 +218,26 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
         if not isinstance(tokens, slice):
             output[tokens] = part
 
-    def _pack(self, query: torch.Tensor, kv_cache: torch.Tensor, completion: Completion) -> None:
+    def _pack(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        completion: Completion,
+    ) -> None:
         """Selects what this layer retains of a prompt and moves it into the packed blocks."""
         num_kv_heads, block_size = kv_cache.shape[1:3]
         retention_plan = completion.plan
-        key = self._codec.read_keys(kv_cache, completion.blocks)
-        value = self._codec.read_values(kv_cache, completion.blocks[: retention_plan.tail_start])
+        if completion.prompt_tokens is not None:
+            key = key[completion.prompt_tokens].transpose(0, 1)
+            value = value[completion.prompt_tokens].transpose(0, 1)
+        else:
+            key = self._codec.read_keys(kv_cache, completion.blocks)
+            value = self._codec.read_values(
+                kv_cache, completion.blocks[: retention_plan.tail_start]
+            )
+        value = value[:, : retention_plan.tail_start * block_size].contiguous()
         retention = self._retain(query, key, value, completion)
 
         num_tokens = value.shape[1]
@@ -364,7 +253,7 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
     def _retain(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, completion: Completion
     ) -> Retention:
-        """Chooses the entries; `key` and `value` are whole blocks of the prompt in token order."""
+        """Chooses the entries from keys and values `[num_kv_heads, num_tokens, head_size]`."""
         window = query[completion.window_tokens]
         if completion.earlier_queries is not None:
             window = torch.cat((completion.earlier_queries[self._layer_index], window))

@@ -6,6 +6,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 
 from vllm_kvselect.config import ConfigError
+from vllm_kvselect.scoring.value_norms import OutputProjection
 
 
 def find_output_projections(model: nn.Module) -> dict[str, RowParallelLinear]:
@@ -47,7 +48,7 @@ def find_output_projections(model: nn.Module) -> dict[str, RowParallelLinear]:
 @torch.no_grad()
 def materialise(
     layer: LinearBase, num_kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+) -> OutputProjection:
     """Computes a projection's matrix through its own forward, so quantised weights work too.
 
     The quantisation method is applied directly: without the bias and, under tensor parallelism,
@@ -61,9 +62,9 @@ def materialise(
         device: Where the layer lives.
 
     Returns:
-        `[num_kv_heads, head_size, group, hidden_size]`, contiguous, as `value_norms` takes it.
+        The projection by KV head.
     """
     identity = torch.eye(layer.input_size_per_partition, dtype=dtype, device=device)
     matrix = layer.quant_method.apply(layer, identity)
     by_head = matrix.view(num_kv_heads, -1, head_size, matrix.shape[-1])
-    return by_head.transpose(1, 2).contiguous()
+    return OutputProjection.of(by_head.transpose(1, 2).contiguous())

@@ -36,6 +36,7 @@ class RetentionState:
     def __init__(
         self, num_blocks: int, num_layers: int, num_kv_heads: int, max_num_seqs: int
     ) -> None:
+        self.num_layers = num_layers
         self.offsets = torch.zeros(num_blocks, num_layers, num_kv_heads + 1, dtype=torch.int32)
         self.selection_seconds = 0.0
         self.num_evicted = 0

@@ -1,0 +1,157 @@
+"""Block accounting in vLLM's real KV cache manager, step by step, on plain integers."""
+
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.plugins import load_general_plugins
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.block_manager import HeadwiseManager
+from vllm_kvselect.engine.spec import HeadwiseSpec
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 64
+EVICTION = EvictionConfig(budget=64, window=8)
+
+
+class Cache:
+    """vLLM's cache manager with our spec, and the requests in it."""
+
+    def __init__(self, eviction: EvictionConfig = EVICTION) -> None:
+        load_general_plugins()
+        init_none_hash(sha256)
+        shape: dict[str, Any] = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+        spec = HeadwiseSpec(block_size=BLOCK_SIZE, eviction=eviction, **shape)
+        config = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
+        self.kv = KVCacheManager(config, 4096, BLOCK_SIZE, BLOCK_SIZE)
+        (self.manager,) = self.kv.coordinator.single_type_managers
+
+    def request(self, name: str, prompt: list[int]) -> Request:
+        hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        return Request(name, prompt, SamplingParams(max_tokens=99), None, block_hasher=hasher)
+
+    def schedule(self, request: Request, num_tokens: int) -> int:
+        """Schedules tokens as the scheduler does; returns how many the prefix cache gave."""
+        num_hit = 0
+        blocks = None
+        if request.num_computed_tokens == 0:
+            blocks, num_hit, _ = self.kv.get_computed_blocks(request)
+        new = min(num_tokens, request.num_tokens - num_hit - request.num_computed_tokens)
+        assert self.kv.allocate_slots(request, new, num_hit, blocks) is not None
+        request.num_computed_tokens += num_hit + new
+        self.check()
+        return num_hit
+
+    def decode(self, request: Request, num_steps: int) -> None:
+        for step in range(num_steps):
+            request.append_output_token_ids(1000 + step)
+            self.schedule(request, 1)
+
+    def table(self, request: Request) -> list[int]:
+        (ids,) = self.kv.get_block_ids(request.request_id)
+        return ids
+
+    @property
+    def num_free(self) -> int:
+        return self.kv.block_pool.get_num_free_blocks()
+
+    def check(self) -> None:
+        """Free, held and null blocks are the pool; nobody shares a block that is not hashed."""
+        pool, held = self.kv.block_pool, []
+        for blocks in self.manager.req_to_blocks.values():
+            held += [block for block in blocks if not block.is_null]
+        assert len({block.block_id for block in held}) + self.num_free + 1 == NUM_BLOCKS
+        for block in held:
+            owners = sum(other is block for other in held)
+            assert block.ref_cnt == owners
+            assert owners == 1 or block.block_hash is not None
+        assert pool.null_block.is_null
+
+
+def test_our_manager_serves_our_spec_and_vllm_its_own() -> None:
+    cache = Cache()
+    assert type(cache.manager) is HeadwiseManager
+    merged = HeadwiseSpec.merge([cache.manager.kv_cache_spec] * 3)
+    assert merged == cache.manager.kv_cache_spec
+    assert isinstance(merged, FullAttentionSpec)
+
+
+@pytest.mark.parametrize("length", [200, 207, 208, 209, 215, 216, 217, 223, 224, 225])
+@pytest.mark.parametrize("chunk", [7, 64, 1000])
+def test_blocks_are_freed_in_the_step_after_the_prompt(length: int, chunk: int) -> None:
+    cache = Cache()
+    request = cache.request("a", list(range(length)))
+    while request.num_computed_tokens < length:
+        cache.schedule(request, chunk)
+        assert 0 not in cache.table(request)
+    before, retention_plan = cache.table(request), cache.manager.plan(length)
+    assert retention_plan is not None
+    cache.decode(request, 1)
+    first_packed = retention_plan.first_packed
+    assert cache.table(request)[:first_packed] == [0] * first_packed
+    assert cache.table(request)[first_packed : len(before)] == before[first_packed:]
+    cache.decode(request, 40)
+    assert cache.num_free == NUM_BLOCKS - 1 - (-(-(length + 41) // BLOCK_SIZE) - first_packed)
+    cache.kv.free(request)
+    cache.check()
+    assert cache.num_free == NUM_BLOCKS - 1
+
+
+def test_packed_and_later_blocks_are_never_hashed() -> None:
+    cache = Cache()
+    request = cache.request("a", list(range(300)))
+    cache.schedule(request, 300)
+    cache.decode(request, 60)
+    retention_plan = cache.manager.plan(300)
+    assert retention_plan is not None
+    blocks = cache.manager.req_to_blocks["a"]
+    assert all(block.block_hash is None for block in blocks[retention_plan.first_packed :])
+
+
+def test_freed_blocks_serve_other_requests_from_the_prefix_cache() -> None:
+    cache = Cache()
+    first = cache.request("a", list(range(300)))
+    cache.schedule(first, 300)
+    cache.decode(first, 5)
+    retention_plan = cache.manager.plan(300)
+    assert retention_plan is not None
+    cap = retention_plan.first_packed * BLOCK_SIZE
+    same, longer = cache.request("b", list(range(300))), cache.request("c", list(range(400)))
+    assert cache.schedule(same, 300) == cap
+    assert cache.schedule(longer, 400) == cap
+    assert not set(cache.table(same)[cap // BLOCK_SIZE :]) & set(cache.table(longer))
+    shorter = cache.request("d", list(range(200)))
+    assert cache.schedule(shorter, 200) == cache.manager.plan(200).first_packed * BLOCK_SIZE
+
+
+def test_resumed_request_is_capped_by_its_prompt_not_by_its_length() -> None:
+    cache = Cache()
+    request = cache.request("a", list(range(300)))
+    cache.schedule(request, 300)
+    cache.decode(request, 100)
+    cache.kv.free(request)
+    request.num_computed_tokens = 0
+    retention_plan = cache.manager.plan(300)
+    assert retention_plan is not None
+    assert cache.schedule(request, 1000) == retention_plan.first_packed * BLOCK_SIZE
+    assert request.num_computed_tokens == 400
+    cache.decode(request, 1)
+    assert set(cache.table(request)[: retention_plan.first_packed]) == {0}
+
+
+def test_prompts_that_drop_nothing_are_vllms_own() -> None:
+    cache = Cache()
+    request = cache.request("a", list(range(72)))
+    assert cache.manager.plan(72) is None
+    cache.schedule(request, 72)
+    cache.decode(request, 30)
+    assert 0 not in cache.table(request)
+    blocks = cache.manager.req_to_blocks["a"]
+    assert all(block.block_hash is not None for block in blocks[: 102 // BLOCK_SIZE])
+    assert cache.schedule(cache.request("b", list(range(72))), 72) == 64
