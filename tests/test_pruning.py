@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests import strategies
 from vllm_kvselect.pruning import needed_value_norms, norm_bounds
 from vllm_kvselect.scoring.value_norms import OutputProjection, value_norms
-from vllm_kvselect.selection import select_perturbation
+from vllm_kvselect.selection import select_perturbation, stage_1_mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
@@ -58,7 +58,8 @@ def test_pruned_norms_retain_what_all_norms_retain(
         data.draw(st.lists(st.integers(0, num_tokens), min_size=heads, max_size=heads))
     )
     total = int(budgets.sum())
-    norms = needed_value_norms(scores, value, projection, budgets, alpha, eps)
+    stage_1 = stage_1_mask(scores, budgets, alpha)
+    norms = needed_value_norms(scores, value, projection, stage_1, budgets, eps)
     every = value_norms(value, projection.weight).to(wide)
     # Rows of a product may be summed in another order when fewer are computed at once.
     computed = norms != 0
@@ -95,5 +96,7 @@ def test_bound_is_reached_by_a_projection_with_equal_outputs(dtype: torch.dtype)
 def test_most_norms_are_not_computed() -> None:
     value, projection = layer(0, 3, 3, 64, 1440, torch.float32)
     scores = torch.rand(3, 1440, generator=torch.Generator().manual_seed(0)) ** 4
-    norms = needed_value_norms(scores, value, projection, torch.tensor([224] * 3), 0.5, 1e-4)
+    budgets = torch.tensor([224] * 3)
+    stage_1 = stage_1_mask(scores, budgets, 0.5)
+    norms = needed_value_norms(scores, value, projection, stage_1, budgets, 1e-4)
     assert (norms != 0).sum() < 0.5 * norms.numel()

@@ -12,7 +12,7 @@ from vllm_kvselect.pruning import needed_value_norms
 from vllm_kvselect.scoring.snapkv import snapkv_scores
 from vllm_kvselect.scoring.streaming_llm import streaming_llm_scores
 from vllm_kvselect.scoring.value_norms import OutputProjection
-from vllm_kvselect.selection import select, select_perturbation
+from vllm_kvselect.selection import select, stage_1_mask, stage_2_keys
 
 Scorer = Callable[[torch.Tensor, torch.Tensor, float, EvictionConfig], torch.Tensor]
 """`(query, key, scale, config)` -> scores `[num_kv_heads, num_prompt_tokens - window]`."""
@@ -123,16 +123,13 @@ def retain(
     scores = method.scorer(query, key, scale, config)[:, :num_tokens]
     pages = method.allocator(scores, num_packed, block_size, config)
     budgets, num_retained = pages * block_size, num_packed * num_kv_heads * block_size
+    keys = scores
     if method.perturbation:
         assert output_projection is not None
-        norms = needed_value_norms(
-            scores, value, output_projection, budgets, config.alpha, config.eps
-        )
-        retained = select_perturbation(
-            scores, norms, budgets, num_retained, config.alpha, config.eps
-        )
-    else:
-        retained = select(scores, budgets, num_retained)
+        stage_1 = stage_1_mask(scores, budgets, config.alpha)
+        norms = needed_value_norms(scores, value, output_projection, stage_1, budgets, config.eps)
+        keys = stage_2_keys(scores, norms, stage_1, config.eps)
+    retained = select(keys, budgets, num_retained)
     offsets = torch.zeros(num_kv_heads + 1, dtype=torch.int64, device=pages.device)
     torch.cumsum(pages, 0, out=offsets[1:])
     return Retention(retained, offsets)

@@ -8,47 +8,47 @@ value alone, far cheaper than the projection. Entries whose bound misses the cut
 import torch
 
 from vllm_kvselect.scoring.value_norms import OutputProjection, value_norms
-from vllm_kvselect.selection import stage_1_mask
 
 
 def needed_value_norms(
     scores: torch.Tensor,
     value: torch.Tensor,
     projection: OutputProjection,
+    stage_1: torch.Tensor,
     budgets: torch.Tensor,
-    alpha: float,
     eps: float,
 ) -> torch.Tensor:
-    """The norms that `select_perturbation` needs: with them it retains what it would with all.
+    """The norms that stage 2 needs: with them it retains what it would with all.
 
-    The entries with the best bounds, as many as stage 2 retains, are projected first; the worst of
-    their keys is a cut that every retained entry reaches. Whoever's bound reaches it is projected
-    too; all others cannot be retained, and get the norm 0.
+    Twice as many entries as stage 2 retains, those with the best bounds, are projected first; what
+    the last retained of them reaches is a cut that every retained entry reaches. Whose bound
+    reaches it is projected too; all others cannot be retained, and get the norm 0.
 
     Args:
         scores: `[num_kv_heads, num_tokens]`, not negative.
         value: `[num_kv_heads, num_tokens, head_size]`.
         projection: The layer's W_O.
+        stage_1: Entries that stage 1 retains, `[num_kv_heads, num_tokens]` bool.
         budgets: Entries per head, `[num_kv_heads]` int64.
-        alpha: Share of the budget that stage 1 fills.
         eps: Added to the score in stage 2.
 
     Returns:
         `[num_kv_heads, num_tokens]`: `value_norms` where it matters, else 0.
     """
-    stage_1 = stage_1_mask(scores, budgets, alpha)
     num_open = (budgets - stage_1.sum(dim=1))[:, None]
     norms = scores.new_zeros(scores.shape)
     if not (most := int(num_open.max())):
         return norms
     weights = scores + eps
-    bounds = (weights * norm_bounds(value, projection)).masked_fill_(stage_1, -1.0)
+    bounds = norm_bounds(value, projection).mul_(weights).masked_fill_(stage_1, -1.0)
 
-    first = torch.topk(bounds, most, sorted=False).indices
+    first = torch.topk(bounds, min(2 * most, scores.shape[1]), sorted=False).indices
+    # Entries of stage 1 fill up heads that are nearly full, and are not in the running.
     keys = weights.gather(1, first) * _project(norms, value, projection, first)
-    cut = keys.sort(dim=1, descending=True).values.gather(1, (num_open - 1).clamp(min=0))
+    keys.masked_fill_(stage_1.gather(1, first), -1.0)
+    cut = keys.sort(dim=1, descending=True).values.gather(1, (num_open - 1).clamp_(min=0))
     bounds.scatter_(1, first, -1.0)
-    reaching = bounds >= cut.masked_fill(num_open == 0, float("inf"))
+    reaching = bounds >= cut.masked_fill_(num_open == 0, float("inf"))
     if most := int(reaching.sum(dim=1).max()):
         second = torch.topk(bounds, most, sorted=False).indices
         _project(norms, value, projection, second)
@@ -68,19 +68,14 @@ def norm_bounds(value: torch.Tensor, projection: OutputProjection) -> torch.Tens
     Returns:
         `[num_kv_heads, num_tokens]`, at least float32.
     """
-    gram, hidden_size = projection.gram, projection.weight.shape[3]
-    # `v G` is rounded to the value's dtype, and so are G and the products with v: one eps each at
-    # most. Summation costs one of the accumulator's a term. All are relative to |v| |G| |v|, which
-    # the largest row sum of |G| bounds: as much is added to the diagonal.
-    narrow, accumulator = torch.finfo(value.dtype).eps, torch.finfo(gram.dtype).eps
-    slack = 4 * narrow + 2 * value.shape[2] * accumulator
-    largest = gram.abs().sum(dim=-1).amax(dim=-1)
-    diagonal = torch.diag_embed(largest[:, None].expand(-1, value.shape[2]) * slack)
-    products = torch.bmm(value, (gram + diagonal).to(value.dtype)).mul_(value)
-    form = (products @ value.new_ones(value.shape[2], 1)).squeeze(-1).to(gram.dtype)
+    head_size, hidden_size = value.shape[2], projection.weight.shape[3]
+    wide = torch.promote_types(value.dtype, torch.float32)
+    products = torch.bmm(value, projection.bound_form).mul_(value)
+    form = (products @ value.new_ones(head_size, 1)).squeeze(-1).to(wide)
     # The norms themselves are rounded too: products and row sums.
-    relative = 1 + 4 * narrow + (hidden_size + value.shape[2]) * accumulator
-    return (hidden_size * form.clamp_(min=0)).sqrt_() * relative
+    narrow, accumulator = torch.finfo(value.dtype).eps, torch.finfo(wide).eps
+    relative = 1 + 4 * narrow + (hidden_size + head_size) * accumulator
+    return form.clamp_(min=0).mul_(hidden_size).sqrt_().mul_(relative)
 
 
 def _project(

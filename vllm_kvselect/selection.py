@@ -52,6 +52,13 @@ def stage_1_mask(scores: torch.Tensor, budgets: torch.Tensor, alpha: float) -> t
     return _rank(scores) < (budgets.double() * alpha).floor()[:, None]
 
 
+def stage_2_keys(
+    scores: torch.Tensor, norms: torch.Tensor, stage_1: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """What stage 2 ranks by; entries of stage 1 come before all others."""
+    return ((scores + eps) * norms).masked_fill_(stage_1, float("inf"))
+
+
 def _rank(scores: torch.Tensor) -> torch.Tensor:
     """Rank of each entry in its head, best first, the earlier token first on ties."""
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices

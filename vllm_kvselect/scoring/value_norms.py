@@ -14,18 +14,27 @@ class OutputProjection(NamedTuple):
     Attributes:
         weight: By KV head and query head of its group, `[num_kv_heads, head_size, group,
             hidden_size]`, contiguous, in the activations' dtype.
-        gram: Mean over the group of `W_O W_O^T`, `[num_kv_heads, head_size, head_size]`, at least
-            float32.
+        bound_form: A quadratic form that bounds squared L2 norms, rounding included: the mean over
+            the group of `W_O W_O^T` and a slack on its diagonal,
+            `[num_kv_heads, head_size, head_size]`.
     """
 
     weight: torch.Tensor
-    gram: torch.Tensor
+    bound_form: torch.Tensor
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Self:
         """Prepares a weight of the shape given above."""
+        head_size, group = weight.shape[1:3]
         wide = weight.flatten(2).to(torch.promote_types(weight.dtype, torch.float32))
-        return cls(weight, torch.bmm(wide, wide.transpose(1, 2)) / weight.shape[2])
+        form = torch.bmm(wide, wide.transpose(1, 2)) / group
+        # Evaluating v F v^T rounds F, v F and the products to the dtype of v, one eps each at
+        # most, and costs one eps of the accumulator a term; all relative to |v| |F| |v|, which
+        # the largest row sum of |F| bounds.
+        slack = 4 * torch.finfo(weight.dtype).eps + 2 * head_size * torch.finfo(form.dtype).eps
+        largest = form.abs().sum(dim=-1).amax(dim=-1, keepdim=True)
+        form.diagonal(dim1=1, dim2=2).add_(largest * slack)
+        return cls(weight, form.to(weight.dtype))
 
 
 def value_norms(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
