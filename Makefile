@@ -35,7 +35,7 @@ serve: install ## serve the small model on 127.0.0.1 with eviction (PORT=8000, A
 		&& exec $(BIN)/vllm serve "$$model" $(SERVE_FLAGS) --port $(PORT) $(ARGS)
 
 test: lint ## lint, then run all tests
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 lint: install ## ruff, its formatter, and mypy
 	$(BIN)/ruff check

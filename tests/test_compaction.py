@@ -27,6 +27,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.methods import retain
 from vllm_kvselect.page_table import PageTable, headwise_page_table
 from vllm_kvselect.retention import RetentionPlan, plan
+from vllm_kvselect.scoring.value_norms import OutputProjection
 
 block_ids = st.lists(st.integers(1, 500), min_size=1, max_size=6, unique=True)
 
@@ -123,7 +124,7 @@ class ToyCache:
                 layer.query,
                 layer.key[:, :num_prompt_tokens],
                 layer.value[:, :num_tokens],
-                layer.output_projection,
+                OutputProjection.of(layer.output_projection),
                 shape.scale,
                 planned.num_packed,
                 self.block_size,

@@ -82,7 +82,7 @@ class Engine:
     def outputs(
         self, prompts: Sequence[Sequence[int]], max_tokens: int = 32, **sampling: Any
     ) -> list[Any]:
-        settings = {"temperature": 0.0, "ignore_eos": True, **sampling}
+        settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **sampling}
         params = SamplingParams(max_tokens=max_tokens, **settings)
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         results = self.llm.generate(inputs, params, use_tqdm=False)
@@ -101,8 +101,9 @@ def _engine(
     if eviction is not None:
         settings["additional_config"] = {"kv_eviction": eviction}
     config = json.loads((model / "config.json").read_text())
-    entry_bytes = 2 * 64 * (4 if settings["dtype"] == "float32" else 2)
-    block_bytes = config["num_hidden_layers"] * 3 * entry_bytes * BLOCK_SIZE
+    entry_bytes = 2 * config["head_dim"] * (4 if settings["dtype"] == "float32" else 2)
+    entries = config["num_hidden_layers"] * config["num_key_value_heads"] * BLOCK_SIZE
+    block_bytes = entries * entry_bytes
     llm = LLM(str(model), kv_cache_memory_bytes=num_blocks * block_bytes, **settings)
     try:
         yield Engine(llm)

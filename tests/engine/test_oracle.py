@@ -18,7 +18,7 @@ from tests.method_cases import METHOD_CASES, MethodCase
 pytestmark = pytest.mark.engine
 BLOCK_SIZE, WINDOW, BUDGET = 32, 32, 160
 NUM_KV_HEADS, GROUP, HEAD_SIZE = 3, 3, 64
-PROMPT_LENS = (700, 451, 300)
+PROMPT_LENS = (500, 351, 300)
 UNIT = 2.0**-24
 """Unit roundoff of float32."""
 
@@ -32,7 +32,7 @@ def recorded(
     eviction = {"method": case.method, "budget": BUDGET, **case.values}
     settings = {"max_num_batched_tokens": 256, "max_num_seqs": 4, "enable_prefix_caching": False}
     with start_engine(eviction, 100, **settings) as engine, recording(engine) as recorder:
-        engine.generate(make_prompts(PROMPT_LENS), 40)
+        engine.generate(make_prompts(PROMPT_LENS), 20)
     return case, recorder
 
 

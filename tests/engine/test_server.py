@@ -19,7 +19,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.retention import plan
 from vllm_kvselect.tiny_model import tiny_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]  # one server for all
 NUM_BLOCKS, PROMPT_LEN, NUM_OUTPUT = 100, 1500, 120
 
 
@@ -89,10 +89,12 @@ def test_a_long_prompt_holds_the_blocks_of_its_plan(server: str, text_tokens: li
     retained = plan(PROMPT_LEN, 32, EvictionConfig(budget=256))
     assert retained is not None
     first, last = (-(-n // 32) - retained.first_packed for n in (PROMPT_LEN + 1, PROMPT_LEN + 120))
-    # The gauge lags the stream by a step or two: the first readings may be those of the prefill.
-    assert set(held[5:]) <= set(range(first, last + 1))
-    assert first == 9
-    assert held[len(held) // 2] < 15 < 47
+    # The gauge lags the stream: the first readings may be those of the prefill, and when the last
+    # lines are read the request may be gone.
+    while_decoding = [num_blocks for num_blocks in held[5:] if num_blocks]
+    assert while_decoding
+    assert set(while_decoding) <= set(range(first, last + 1))
+    assert (first, -(-PROMPT_LEN // 32)) == (9, 47)
 
 
 def test_the_server_goes_on_after_a_request_it_cannot_serve(
