@@ -5,12 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine.checks import refuse_unsupported
+from vllm_kvselect.engine.checks import refuse_mixed_groups, refuse_unsupported
+from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.tiny_model import tiny_model
 
 SMALL = {
@@ -143,6 +150,17 @@ def test_parallelism_and_other_workers_are_refused(
     setattr(getattr(vllm_config, section), name, value)
     with pytest.raises(ConfigError, match=message):
         refuse_unsupported(vllm_config, EvictionConfig())
+
+
+def test_layers_of_different_shapes_are_refused() -> None:
+    shape: dict[str, Any] = {"block_size": 32, "head_size": 64, "dtype": torch.float32}
+    one, two = (HeadwiseSpec(num_kv_heads=n, eviction=EvictionConfig(), **shape) for n in (1, 2))
+    group = KVCacheGroupSpec(["a", "b"], one)
+    refuse_mixed_groups(KVCacheConfig(10, [], [group]))
+    uniform = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": one, "b": two})
+    for groups in ([KVCacheGroupSpec(["a", "b"], uniform)], [group, group], []):
+        with pytest.raises(ConfigError, match="layers of one shape"):
+            refuse_mixed_groups(KVCacheConfig(10, [], groups))
 
 
 def test_every_problem_is_named_at_once() -> None:

@@ -2,8 +2,10 @@
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.retention import budget_entries
 
 _STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
@@ -27,6 +29,26 @@ def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> Non
     ]
     if problems:
         raise ConfigError("kv_eviction cannot be used here: " + "; ".join(problems))
+
+
+def refuse_mixed_groups(kv_cache_config: KVCacheConfig) -> None:
+    """Checks that one block manager, and it is ours, plans for all layers.
+
+    vLLM gives layers of different shapes a manager of its own: it would free nothing and hash
+    blocks that the workers overwrite.
+
+    Args:
+        kv_cache_config: How vLLM grouped the layers.
+
+    Raises:
+        ConfigError: If there are several groups or the only one is not ours.
+    """
+    specs = [type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    if specs != [HeadwiseSpec]:
+        raise ConfigError(
+            "kv_eviction needs layers of one shape in one KV cache group, but vLLM made "
+            f"{', '.join(spec.__name__ for spec in specs)}; serve this model without --kv-eviction"
+        )
 
 
 def _platform_problems(vllm_config: VllmConfig) -> list[str]:

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvselect.config import CONFIG_KEY, EvictionConfig
+from vllm_kvselect.engine.checks import refuse_mixed_groups
 from vllm_kvselect.engine.cpu_backend import HeadwiseCPUAttentionImpl, HeadwiseCPUMetadataBuilder
 from vllm_kvselect.engine.output_projection import find_output_projections, materialise
 from vllm_kvselect.engine.spec import HeadwiseSpec
@@ -53,6 +54,7 @@ class EvictionCPUWorker(CPUWorker):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates the KV cache, then connects builders and layers to the state beside it."""
+        refuse_mixed_groups(kv_cache_config)
         super().initialize_from_config(kv_cache_config)
         self._states = [
             builder.start(kv_cache_config.num_blocks, self._prompt_lens)
