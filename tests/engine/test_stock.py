@@ -1,0 +1,54 @@
+"""Stock stays stock: an engine whose process never loads the plugin gives the same answers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+GENERATE = """
+import json, sys
+from vllm import LLM, SamplingParams
+job = json.load(sys.stdin)
+llm = LLM(**job["engine"])
+params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=2)
+outputs = llm.generate([{"prompt_token_ids": p} for p in job["prompts"]], params, use_tqdm=False)
+answers = [
+    [sorted((t, e.logprob) for t, e in position.items()) for position in o.outputs[0].logprobs]
+    for o in outputs
+]
+print("hooks:", "vllm_kvselect.engine.hooks" in sys.modules)
+print(json.dumps(answers))
+"""
+
+
+def generate(model: Path, prompts: list[list[int]], plugins: str | None, **eviction: Any) -> Any:
+    """Answers of a fresh process, after whether the hooks were loaded there."""
+    engine: dict[str, Any] = {"model": str(model), "max_model_len": 1024, "enforce_eager": True}
+    engine |= {"dtype": "bfloat16", "kv_cache_memory_bytes": 2**26, "block_size": 32}
+    if eviction:
+        engine["additional_config"] = {"kv_eviction": eviction}
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if plugins is not None:
+        environment["VLLM_PLUGINS"] = plugins
+    job = json.dumps({"engine": engine, "prompts": prompts})
+    command = [sys.executable, "-c", GENERATE]
+    result = subprocess.run(
+        command, input=job, env=environment, capture_output=True, text=True, check=True
+    )
+    *_, hooks, answers = result.stdout.strip().splitlines()
+    return hooks, json.loads(answers)
+
+
+def test_plugin_without_the_flag_changes_no_answer(shallow_model: Path, make_prompts: Any) -> None:
+    prompts = make_prompts([1 + 37 * i % 500 for i in range(50)])
+    hooks, stock = generate(shallow_model, prompts, plugins="")
+    assert hooks == "hooks: False"
+    for eviction in ({}, {"method": "none"}, {"method": "adakv-perturb", "budget": 600}):
+        hooks, answers = generate(shallow_model, prompts, plugins=None, **eviction)
+        assert hooks == "hooks: True"
+        assert answers == stock
