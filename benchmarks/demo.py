@@ -66,7 +66,7 @@ def main(
     budget: Annotated[str, typer.Option(help="As for --kv-eviction-budget.")] = "512",
     prompt_len: Annotated[
         int, typer.Option(min=64, help="Tokens of document and question.")
-    ] = 3000,
+    ] = 2000,
     seed: Annotated[int, typer.Option(help="Decides the document and the question.")] = 0,
 ) -> None:
     """Asks a server with the full cache and one with eviction the same question."""
