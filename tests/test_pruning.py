@@ -100,3 +100,11 @@ def test_most_norms_are_not_computed() -> None:
     stage_1 = stage_1_mask(scores, budgets, 0.5)
     norms = needed_value_norms(scores, value, projection, stage_1, budgets, 1e-4)
     assert (norms != 0).sum() < 0.5 * norms.numel()
+
+
+def test_bounds_of_large_float16_values_stay_finite() -> None:
+    value, projection = layer(0, 2, 2, 64, 50, torch.float16)
+    value *= 30
+    bounds = norm_bounds(value, projection)
+    assert bounds.isfinite().all()
+    assert (bounds >= value_norms(value, projection.weight)).all()

@@ -70,8 +70,9 @@ def norm_bounds(value: torch.Tensor, projection: OutputProjection) -> torch.Tens
     """
     head_size, hidden_size = value.shape[2], projection.weight.shape[3]
     wide = torch.promote_types(value.dtype, torch.float32)
-    products = torch.bmm(value, projection.bound_form).mul_(value)
-    form = (products @ value.new_ones(head_size, 1)).squeeze(-1).to(wide)
+    operand = value.to(projection.bound_form.dtype)
+    products = torch.bmm(operand, projection.bound_form).mul_(operand)
+    form = (products @ operand.new_ones(head_size, 1)).squeeze(-1).to(wide)
     # The norms themselves are rounded too: products and row sums.
     narrow, accumulator = torch.finfo(value.dtype).eps, torch.finfo(wide).eps
     relative = 1 + 4 * narrow + (hidden_size + head_size) * accumulator

@@ -43,8 +43,8 @@ def select_perturbation(
     Returns:
         Flat indices `head * num_tokens + token`, ascending, `[num_retained]` int64.
     """
-    keys = ((scores + eps) * norms).masked_fill(stage_1_mask(scores, budgets, alpha), float("inf"))
-    return select(keys, budgets, num_retained)
+    stage_1 = stage_1_mask(scores, budgets, alpha)
+    return select(stage_2_keys(scores, norms, stage_1, eps), budgets, num_retained)
 
 
 def stage_1_mask(scores: torch.Tensor, budgets: torch.Tensor, alpha: float) -> torch.Tensor:

@@ -34,7 +34,8 @@ class OutputProjection(NamedTuple):
         slack = 4 * torch.finfo(weight.dtype).eps + 2 * head_size * torch.finfo(form.dtype).eps
         largest = form.abs().sum(dim=-1).amax(dim=-1, keepdim=True)
         form.diagonal(dim1=1, dim2=2).add_(largest * slack)
-        return cls(weight, form.to(weight.dtype))
+        # Squares leave float16's range; a bound that overflows to NaN would drop entries.
+        return cls(weight, form if weight.dtype == torch.float16 else form.to(weight.dtype))
 
 
 def value_norms(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
