@@ -108,3 +108,15 @@ def test_bounds_of_large_float16_values_stay_finite() -> None:
     bounds = norm_bounds(value, projection)
     assert bounds.isfinite().all()
     assert (bounds >= value_norms(value, projection.weight)).all()
+
+
+def test_entries_behind_looser_bounds_are_projected_too() -> None:
+    # Ten values whose output is one channel of 2: norm 2, bound 12.6. The last one's is 0.25 in all
+    # 40 channels: norm and bound 10. It has the worst bound and must still be retained.
+    weight = torch.zeros(1, 2, 1, 40)
+    weight[0, 0, 0, 0], weight[0, 1] = 2.0, 0.25
+    value = torch.tensor([[[1.0, 0.0]] * 10 + [[0.0, 1.0]]])
+    scores, budgets = torch.ones(1, 11), torch.tensor([1])
+    stage_1 = stage_1_mask(scores, budgets, 0.0)
+    norms = needed_value_norms(scores, value, OutputProjection.of(weight), stage_1, budgets, 0.0)
+    assert select_perturbation(scores, norms, budgets, 1, 0.0, 0.0).tolist() == [10]
