@@ -73,6 +73,8 @@ def install(venv: Path) -> None:
         remove_foreign_torchvision(venv)
         install_alias(venv)
     check_vllm(venv)
+    if variant == "cpu":
+        compile_kernels(venv)
     write_stamp(venv, stamp)
     step(f"installed in {venv}")
 
@@ -236,6 +238,15 @@ def check_vllm(venv: Path) -> None:
     result = run([str(venv / "bin" / "vllm"), "--version"])
     require(result, "`vllm --version` fails in the environment")
     step(f"vLLM {result.stdout.strip()} works")
+
+
+def compile_kernels(venv: Path) -> None:
+    """Compiles the CPU kernels now instead of at the first start; says so if that fails."""
+    step("compiling the CPU kernels")
+    code = "from vllm_kvselect.kernels import cpu; cpu.load()"
+    result = run([str(venv / "bin" / "python"), "-c", code])
+    if result.returncode != 0:
+        step(f"{result.stderr.strip().splitlines()[-1]}; selection will be slower without them")
 
 
 def run_pip(venv: Path, *arguments: str, show: bool = False) -> bool:

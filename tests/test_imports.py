@@ -20,6 +20,7 @@ LEFT_TO_RIGHT = (
     ("selection",),
     ("pruning",),
     ("compaction",),
+    ("kernels",),
     ("page_table",),
     ("methods",),
     ("engine",),

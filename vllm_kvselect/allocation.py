@@ -4,7 +4,7 @@ import torch
 
 from vllm_kvselect.config import EvictionConfig
 
-_SAFEGUARD_UNIT = 2**16
+SAFEGUARD_UNIT = 2**16
 """The safeguard is rounded to this fraction so that budgets are exact integers."""
 
 
@@ -55,12 +55,18 @@ def adaptive_pages(
     ties = ~(above | (flat < threshold))
     best = above | (ties & (ties.cumsum(0) <= even * num_kv_heads - above.sum()))
     counts = best.view(num_tokens, num_kv_heads).sum(0)
-    safeguard = round(config.safeguard * _SAFEGUARD_UNIT)
-    budgets = safeguard * even + (_SAFEGUARD_UNIT - safeguard) * counts
-    return _largest_remainder(budgets, _SAFEGUARD_UNIT * block_size)
+    return largest_remainder(
+        blended_budgets(counts, even, config.safeguard), SAFEGUARD_UNIT * block_size
+    )
 
 
-def _largest_remainder(amounts: torch.Tensor, unit: int) -> torch.Tensor:
+def blended_budgets(counts: torch.Tensor, even: int, safeguard: float) -> torch.Tensor:
+    """Blends the even budget into counts of entries: exact, in `SAFEGUARD_UNIT`ths of an entry."""
+    share = round(safeguard * SAFEGUARD_UNIT)
+    return counts * (SAFEGUARD_UNIT - share) + share * even
+
+
+def largest_remainder(amounts: torch.Tensor, unit: int) -> torch.Tensor:
     """Rounds integers to multiples of `unit`, keeping the sum, without a host synchronisation."""
     whole = amounts // unit
     remainder = amounts - whole * unit

@@ -1,4 +1,4 @@
-"""Compaction: where the retained entries go inside the packed blocks."""
+"""Compaction: what is read out of a prompt's blocks, and where the retained entries go."""
 
 import torch
 
@@ -34,3 +34,33 @@ def packed_slots(packed_blocks: torch.Tensor, num_kv_heads: int, block_size: int
     pages = run_pages(packed_blocks.to(torch.int64), num_kv_heads)
     offsets = torch.arange(block_size, dtype=torch.int64, device=pages.device)
     return (pages[:, None] * block_size + offsets).flatten()
+
+
+def read_pages(cache: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Reads whole pages, or parts of them, in an order of one's own.
+
+    Args:
+        cache: `[num_pages, num_elements]`, rows at any stride.
+        pages: Which pages, `[n]` int64.
+        places: Which elements of each, in order, `[m]` int32.
+
+    Returns:
+        `[n, m]`.
+    """
+    return cache.index_select(0, pages).index_select(1, places)
+
+
+def gather_entries(
+    entries: torch.Tensor, retained: torch.Tensor, num_competing: int
+) -> torch.Tensor:
+    """Collects the retained keys, or values.
+
+    Args:
+        entries: `[num_kv_heads, num_tokens, head_size]`, at any strides.
+        retained: Flat indices `head * num_competing + token`, `[n]` int64.
+        num_competing: Tokens before the tail, at most `num_tokens`.
+
+    Returns:
+        `[n, head_size]`.
+    """
+    return entries[retained // num_competing, retained % num_competing]

@@ -1,8 +1,9 @@
 """METHODS: every method by name, a scorer and an allocator each; the one registry."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,11 @@ Scorer = Callable[[torch.Tensor, torch.Tensor, float, EvictionConfig], torch.Ten
 
 Allocator = Callable[[torch.Tensor, int, int, EvictionConfig], torch.Tensor]
 """`(scores, num_packed, block_size, config)` -> pages per head `[num_kv_heads]`."""
+
+Twins = Mapping[Callable[..., Any], Callable[..., Any]]
+"""Reference functions and what a device computes in their place."""
+
+NO_TWINS: Twins = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,7 @@ def retain(
     num_packed: int,
     block_size: int,
     config: EvictionConfig,
+    twins: Twins = NO_TWINS,
 ) -> Retention:
     """Scores, allocates and selects: the whole choice of one layer for one prompt.
 
@@ -114,22 +121,29 @@ def retain(
         num_packed: Packed blocks of the retention plan, fewer than `num_tokens / block_size`.
         block_size: Entries per page.
         config: Method and parameters.
+        twins: Fast twins to call in place of the references.
 
     Returns:
         The retained entries and the heads' runs.
     """
     method = METHODS[config.method]
+
+    def fast(reference: Callable[..., Any]) -> Callable[..., Any]:
+        return twins.get(reference, reference)
+
     num_kv_heads, num_tokens, _ = value.shape
-    scores = method.scorer(query, key, scale, config)[:, :num_tokens]
-    pages = method.allocator(scores, num_packed, block_size, config)
+    scores = fast(method.scorer)(query, key, scale, config)[:, :num_tokens]
+    pages = fast(method.allocator)(scores, num_packed, block_size, config)
     budgets, num_retained = pages * block_size, num_packed * num_kv_heads * block_size
     keys = scores
     if method.perturbation:
         assert output_projection is not None
-        stage_1 = stage_1_mask(scores, budgets, config.alpha)
-        norms = needed_value_norms(scores, value, output_projection, stage_1, budgets, config.eps)
+        stage_1 = fast(stage_1_mask)(scores, budgets, config.alpha)
+        norms = fast(needed_value_norms)(
+            scores, value, output_projection, stage_1, budgets, config.eps
+        )
         keys = stage_2_keys(scores, norms, stage_1, config.eps)
-    retained = select(keys, budgets, num_retained)
+    retained = fast(select)(keys, budgets, num_retained)
     offsets = torch.zeros(num_kv_heads + 1, dtype=torch.int64, device=pages.device)
     torch.cumsum(pages, 0, out=offsets[1:])
     return Retention(retained, offsets)

@@ -68,15 +68,20 @@ def norm_bounds(value: torch.Tensor, projection: OutputProjection) -> torch.Tens
     Returns:
         `[num_kv_heads, num_tokens]`, at least float32.
     """
-    head_size, hidden_size = value.shape[2], projection.weight.shape[3]
+    hidden_size = projection.weight.shape[3]
     wide = torch.promote_types(value.dtype, torch.float32)
     operand = value.to(projection.bound_form.dtype)
     products = torch.bmm(operand, projection.bound_form).mul_(operand)
-    form = (products @ operand.new_ones(head_size, 1)).squeeze(-1).to(wide)
-    # The norms themselves are rounded too: products and row sums.
+    form = (products @ operand.new_ones(value.shape[2], 1)).squeeze(-1).to(wide)
+    factor = rounding_factor(value, hidden_size)
+    return form.clamp_(min=0).mul_(hidden_size).sqrt_().mul_(factor)
+
+
+def rounding_factor(value: torch.Tensor, hidden_size: int) -> float:
+    """Covers that the norms themselves are rounded: products and row sums."""
+    wide = torch.promote_types(value.dtype, torch.float32)
     narrow, accumulator = torch.finfo(value.dtype).eps, torch.finfo(wide).eps
-    relative = 1 + 4 * narrow + (hidden_size + head_size) * accumulator
-    return form.clamp_(min=0).mul_(hidden_size).sqrt_().mul_(relative)
+    return 1 + 4 * narrow + (hidden_size + value.shape[2]) * accumulator
 
 
 def _project(

@@ -49,7 +49,12 @@ def select_perturbation(
 
 def stage_1_mask(scores: torch.Tensor, budgets: torch.Tensor, alpha: float) -> torch.Tensor:
     """Marks the `floor(alpha * budget)` best-scored entries of every head, `[..., num_tokens]`."""
-    return _rank(scores) < (budgets.double() * alpha).floor()[:, None]
+    return _rank(scores) < stage_1_counts(budgets, alpha)[:, None]
+
+
+def stage_1_counts(budgets: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Entries of every head that stage 1 retains, `[num_kv_heads]` int64."""
+    return (budgets.double() * alpha).floor().to(torch.int64)
 
 
 def stage_2_keys(

@@ -10,6 +10,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.conftest import EngineFactory
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine import worker
+from vllm_kvselect.kernels.cpu import KernelError
 from vllm_kvselect.retention import RetentionPlan, plan
 
 pytestmark = pytest.mark.engine
@@ -55,6 +57,24 @@ def test_every_method_serves_and_drops(
         assert engine.worker.kv_eviction_stats()["num_evicted"] == 2
         alone = engine.generate_alone(prompts, 40)
     assert together == alone
+
+
+def test_a_machine_without_kernels_serves_the_same_tokens(
+    start_engine: EngineFactory, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = make_prompts([900, 1100])
+    tokens = []
+    for kernels in (True, False):
+        if not kernels:
+            monkeypatch.setattr(worker.cpu, "load", no_kernels)
+        with start_engine(EVICTION, 200, max_num_batched_tokens=512) as engine:
+            assert bool(engine.worker._twins) is kernels
+            tokens.append(engine.generate(prompts, 40))
+    assert tokens[0] == tokens[1]
+
+
+def no_kernels() -> None:
+    raise KernelError("no compiler here")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_kvselect.compaction import packed_slots
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.page_table import PageTable, headwise_page_table
@@ -67,6 +68,7 @@ class Completion:
         plan: The retention plan.
         blocks: Block ids of the whole prompt, int64.
         first_packed_block: Id of the first packed block, the key of the state.
+        slots: Where the retained entries go, in the one-head view of the cache, int64.
         num_prompt_tokens: Length of the prompt.
         prompt_tokens: The prompt's tokens of this batch if they are all of it: keys and values are
             at hand then and need not be read from the cache. Else None.
@@ -78,6 +80,7 @@ class Completion:
     plan: RetentionPlan
     blocks: torch.Tensor
     first_packed_block: int
+    slots: torch.Tensor
     num_prompt_tokens: int
     prompt_tokens: slice | None
     window_tokens: slice
@@ -289,6 +292,11 @@ class Splitter:
             plan=retention_plan,
             blocks=blocks,
             first_packed_block=first_packed_block,
+            slots=packed_slots(
+                blocks[retention_plan.first_packed : retention_plan.tail_start],
+                self._num_kv_heads,
+                self._block_size,
+            ),
             num_prompt_tokens=num_prompt_tokens,
             prompt_tokens=slice(start, end) if num_computed == 0 else None,
             window_tokens=slice(max(start, end - window), end),

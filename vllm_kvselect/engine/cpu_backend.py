@@ -22,13 +22,13 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_kvselect.compaction import packed_slots
+from vllm_kvselect.compaction import gather_entries
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, PromptLens, Split, Splitter
 from vllm_kvselect.engine.cpu_pages import PageCodec, one_head_view, write_entries
 from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.engine.state import RetentionState
-from vllm_kvselect.methods import Retention, retain
+from vllm_kvselect.methods import Retention, Twins, retain
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 
@@ -72,12 +72,13 @@ class HeadwiseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._splitter: Splitter | None = None
 
-    def start(self, num_blocks: int, prompt_lens: PromptLens) -> RetentionState:
+    def start(self, num_blocks: int, prompt_lens: PromptLens, twins: Twins) -> RetentionState:
         """Connects the layers of the group to their state; called once the cache is allocated.
 
         Args:
             num_blocks: Blocks of the KV cache.
             prompt_lens: Gives the prompt lengths of a batch.
+            twins: Kernels to call in place of the references.
 
         Returns:
             The state of the group's layers.
@@ -87,9 +88,9 @@ class HeadwiseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
         state = RetentionState(num_blocks, len(layers), self.num_kv_heads, max_num_seqs)
-        codec = PageCodec(self.isa, spec.dtype, self.block_size, self.head_dim)
+        codec = PageCodec(self.isa, spec.dtype, self.block_size, self.head_dim, twins)
         for index, name in enumerate(self.layer_names):
-            layers[name].impl.start(index, self.isa, spec.eviction, state, codec)
+            layers[name].impl.start(index, self.isa, spec.eviction, state, codec, twins)
         self._splitter = Splitter(
             spec.eviction,
             state,
@@ -118,7 +119,11 @@ class HeadwiseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
-    """vLLM's CPU attention, plus selection, packing and the one-head view."""
+    """vLLM's CPU attention, plus selection, packing and the one-head view.
+
+    Attributes:
+        output_projection: The layer's W_O, bound by the worker for methods that need it.
+    """
 
     output_projection: OutputProjection | None = None
 
@@ -145,6 +150,7 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
         eviction: EvictionConfig,
         state: RetentionState,
         codec: PageCodec,
+        twins: Twins,
     ) -> None:
         """Connects the layer to its group.
 
@@ -154,8 +160,9 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
             eviction: The configuration.
             state: State of the group's layers.
             codec: Inner order of the pages.
+            twins: Kernels to call in place of the references.
         """
-        self._layer_index, self._isa = layer_index, isa
+        self._layer_index, self._isa, self._twins = layer_index, isa, twins
         self._eviction, self._state, self._codec = eviction, state, codec
 
     def forward(
@@ -227,7 +234,6 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
         completion: Completion,
     ) -> None:
         """Selects what this layer retains of a prompt and moves it into the packed blocks."""
-        num_kv_heads, block_size = kv_cache.shape[1:3]
         retention_plan = completion.plan
         if completion.prompt_tokens is not None:
             key = key[completion.prompt_tokens].transpose(0, 1)
@@ -237,14 +243,15 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
             value = self._codec.read_values(
                 kv_cache, completion.blocks[: retention_plan.tail_start]
             )
-        value = value[:, : retention_plan.tail_start * block_size].contiguous()
+        num_competing = retention_plan.tail_start * self._codec.block_size
+        value = value[:, :num_competing]
         retention = self._retain(query, key, value, completion)
 
-        num_tokens = value.shape[1]
-        head, token = retention.retained // num_tokens, retention.retained % num_tokens
-        packed = completion.blocks[retention_plan.first_packed : retention_plan.tail_start]
-        slots = packed_slots(packed, num_kv_heads, block_size)
-        write_entries(kv_cache, key[head, token], value[head, token], slots, self._isa)
+        gather = self._twins.get(gather_entries, gather_entries)
+        key, value = (
+            gather(entries, retention.retained, num_competing) for entries in (key, value)
+        )
+        write_entries(kv_cache, key, value, completion.slots, self._isa)
         offsets = self._state.offsets[completion.first_packed_block, self._layer_index]
         offsets.copy_(retention.offsets)
         if self._layer_index == 0:
@@ -266,6 +273,7 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
             completion.plan.num_packed,
             self._codec.block_size,
             self._eviction,
+            self._twins,
         )
 
     def _forward_headwise(

@@ -2,14 +2,15 @@
 
 On CPU a page is all its keys, then all its values, each in an order that suits the kernel's
 instruction set ("amx", "vec", "vec16"). The order is learned by writing coded values with vLLM's
-own cache-write op and reading them back. It is always a strided one (token and channel in tiles),
-so pages are read by one strided copy. Writing needs no codec: the op takes entries in token order.
+own cache-write op and reading them back. Writing needs no codec: the op takes entries in token
+order.
 """
-
-from typing import NamedTuple
 
 import torch
 from vllm import _custom_ops as ops
+
+from vllm_kvselect.compaction import read_pages
+from vllm_kvselect.methods import NO_TWINS, Twins
 
 
 def one_head_view(kv_cache: torch.Tensor) -> torch.Tensor:
@@ -44,20 +45,6 @@ def write_entries(
     )
 
 
-class Layout(NamedTuple):
-    """A strided order of the keys, or of the values, of one page.
-
-    Attributes:
-        offset: Where the first element is.
-        sizes: Sizes of the tiles of the token index, then of those of the channel index.
-        strides: Their strides, in elements.
-    """
-
-    offset: int
-    sizes: list[int]
-    strides: list[int]
-
-
 class PageCodec:
     """The inner order of pages of one kernel, dtype and shape.
 
@@ -66,15 +53,20 @@ class PageCodec:
         dtype: Data type of the cache.
         block_size: Entries per page.
         head_size: Elements per key and per value.
-
-    Raises:
-        RuntimeError: If the order is not a strided one; nothing could be read back then.
+        twins: Kernels to call in place of the references.
     """
 
-    def __init__(self, isa: str, dtype: torch.dtype, block_size: int, head_size: int) -> None:
+    def __init__(
+        self,
+        isa: str,
+        dtype: torch.dtype,
+        block_size: int,
+        head_size: int,
+        twins: Twins = NO_TWINS,
+    ) -> None:
         self.block_size, self.head_size = block_size, head_size
-        places = _learn_places(isa, dtype, block_size, head_size)
-        self._keys, self._values = (_layout(part) for part in places)
+        self._keys, self._values = _learn_places(isa, dtype, block_size, head_size)
+        self._read_pages = twins.get(read_pages, read_pages)
 
     def read_keys(self, kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         """Reads the keys of whole blocks in token order.
@@ -92,17 +84,14 @@ class PageCodec:
         """Reads the values of whole blocks in token order; as `read_keys`."""
         return self._read(kv_cache, blocks, self._values)
 
-    def _read(self, kv_cache: torch.Tensor, blocks: torch.Tensor, layout: Layout) -> torch.Tensor:
-        num_kv_heads, size = kv_cache.shape[1], self.block_size * self.head_size
+    def _read(
+        self, kv_cache: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor
+    ) -> torch.Tensor:
+        num_kv_heads = kv_cache.shape[1]
         heads = torch.arange(num_kv_heads)[:, None]
         pages = (blocks * num_kv_heads + heads).flatten()
-        # Keys and values are one half of the page each.
-        half = one_head_view(kv_cache).flatten(1).narrow(1, layout.offset // size * size, size)
-        chosen = half.index_select(0, pages)
-        tiles = chosen.as_strided(
-            (len(pages), *layout.sizes), (size, *layout.strides), layout.offset % size
-        )
-        return tiles.reshape(num_kv_heads, -1, self.head_size)
+        entries = self._read_pages(one_head_view(kv_cache).flatten(1), pages, places)
+        return entries.view(num_kv_heads, -1, self.head_size)
 
 
 def _learn_places(
@@ -111,7 +100,7 @@ def _learn_places(
     """Index in a flat page of every element of its keys and of its values.
 
     Returns:
-        Two `[block_size, head_size]` int64.
+        Two `[block_size * head_size]` int32, in token order.
     """
     num_elements = block_size * head_size
     codes = torch.arange(num_elements)
@@ -125,36 +114,5 @@ def _learn_places(
         )
         write_entries(page, key, value, torch.arange(block_size), isa)
         found += page.flatten().to(torch.int64) << shift
-    key, value = torch.argsort(found).view(2, block_size, head_size)
+    key, value = torch.argsort(found).to(torch.int32).view(2, num_elements)
     return key, value
-
-
-def _layout(places: torch.Tensor) -> Layout:
-    """Finds the strides of learned places, and proves them by the places they give.
-
-    Raises:
-        RuntimeError: If no strides give these places.
-    """
-    offset = int(places[0, 0])
-    tiles = [*_tiles((places[:, 0] - offset).tolist()), *_tiles((places[0] - offset).tolist())]
-    layout = Layout(offset, [size for size, _ in tiles], [stride for _, stride in tiles])
-    memory = torch.arange(offset + places.numel())
-    if not torch.equal(
-        memory.as_strided(layout.sizes, layout.strides, offset).reshape(places.shape), places
-    ):
-        raise RuntimeError(
-            "the inner order of the CPU kernel's pages is not a strided one; eviction cannot read "
-            "this KV cache"
-        )
-    return layout
-
-
-def _tiles(offsets: list[int]) -> list[tuple[int, int]]:
-    """Splits an index into tiles of constant stride, outermost first: pairs of size and stride."""
-    if len(offsets) == 1:
-        return []
-    stride, run = offsets[1], 1
-    while run < len(offsets) and offsets[run] == run * stride:
-        run += 1
-    size = max(n for n in range(2, run + 1) if len(offsets) % n == 0)
-    return [*_tiles(offsets[::size]), (size, stride)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from vllm.config import get_layers_from_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -23,7 +24,10 @@ from vllm_kvselect.engine.cpu_backend import HeadwiseCPUAttentionImpl, HeadwiseC
 from vllm_kvselect.engine.output_projection import find_output_projections, materialise
 from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.engine.state import RetentionState
-from vllm_kvselect.methods import METHODS
+from vllm_kvselect.kernels import cpu
+from vllm_kvselect.methods import METHODS, NO_TWINS, Twins
+
+logger = init_logger(__name__)
 
 _BACKEND = "vllm_kvselect.engine.cpu_backend.HeadwiseCPUAttentionBackend"
 
@@ -35,11 +39,13 @@ class EvictionCPUWorker(CPUWorker):
         super().__init__(*args, **kwargs)
         self._eviction = EvictionConfig.parse(self.vllm_config.additional_config[CONFIG_KEY])
         self._states: list[RetentionState] = []
+        self._twins: Twins = NO_TWINS
 
     def load_model(self, **kwargs: Any) -> None:
         """Loads the model with our attention backend and binds the output projections."""
         with _backend_in_place():
             super().load_model(**kwargs)
+        self._twins = _load_kernels()
         if METHODS[self._eviction.method].perturbation:
             self._bind_output_projections()
 
@@ -57,7 +63,7 @@ class EvictionCPUWorker(CPUWorker):
         refuse_mixed_groups(kv_cache_config)
         super().initialize_from_config(kv_cache_config)
         self._states = [
-            builder.start(kv_cache_config.num_blocks, self._prompt_lens)
+            builder.start(kv_cache_config.num_blocks, self._prompt_lens, self._twins)
             for groups in self.model_runner.attn_groups
             for group in groups
             for builder in group.metadata_builders
@@ -89,14 +95,25 @@ class EvictionCPUWorker(CPUWorker):
     def _bind_output_projections(self) -> None:
         projections = find_output_projections(self.model_runner.get_model())
         for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
-            if isinstance(layer.impl, HeadwiseCPUAttentionImpl):
-                layer.impl.output_projection = materialise(
-                    projections[name],
-                    layer.num_kv_heads,
-                    layer.head_size_v,
-                    self.model_config.dtype,
-                    self.device,
-                )
+            if not isinstance(layer.impl, HeadwiseCPUAttentionImpl):
+                continue
+            projection = materialise(
+                projections[name],
+                layer.num_kv_heads,
+                layer.head_size_v,
+                self.model_config.dtype,
+                self.device,
+            )
+            layer.impl.output_projection = cpu.pack(projection) if self._twins else projection
+
+
+def _load_kernels() -> Twins:
+    """The CPU kernels; without them selection is slower, which is said and no more."""
+    try:
+        return cpu.load()
+    except cpu.KernelError as error:
+        logger.warning("%s; selection runs in plain PyTorch, several times slower", error)
+        return NO_TWINS
 
 
 @contextmanager

@@ -17,10 +17,12 @@ class OutputProjection(NamedTuple):
         bound_form: A quadratic form that bounds squared L2 norms, rounding included: the mean over
             the group of `W_O W_O^T` and a slack on its diagonal,
             `[num_kv_heads, head_size, head_size]`.
+        packed: The weight again, in the order in which the kernels of a device read it, or None.
     """
 
     weight: torch.Tensor
     bound_form: torch.Tensor
+    packed: torch.Tensor | None = None
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Self:

@@ -1,0 +1,286 @@
+"""The CPU kernels compute what their references compute."""
+
+import inspect
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.method_cases import MethodCase, every_method_case
+from tests.strategies import Shape, few, head_sizes, kv_heads, random_layer, seeds, shapes, some
+from vllm_kvselect import allocation, compaction, selection
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.kernels import cpu
+from vllm_kvselect.methods import METHODS, retain
+from vllm_kvselect.scoring import snapkv, value_norms
+from vllm_kvselect.scoring.value_norms import OutputProjection
+
+DTYPES = (torch.float32, torch.bfloat16)
+EPS = torch.finfo(torch.float32).eps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    cpu.load()
+
+
+def ranked(seed: int, heads: int, num_tokens: int, tied: bool) -> torch.Tensor:
+    """Scores, rows apart from each other as in a slice, with an infinity as selection has them."""
+    scores = torch.rand(heads, num_tokens + 3, generator=torch.Generator().manual_seed(seed))
+    if tied:
+        scores = (scores * 4).round() / 4 - 0.5
+    scores[0, 0] = torch.inf
+    return scores[:, :num_tokens]
+
+
+def drawn_budgets(data: st.DataObject, heads: int, num_tokens: int) -> torch.Tensor:
+    each = st.lists(st.integers(0, num_tokens), min_size=heads, max_size=heads)
+    return torch.tensor(data.draw(each))
+
+
+def test_twins_have_the_names_and_signatures_of_their_references() -> None:
+    for reference, twin in cpu.TWINS.items():
+        assert twin.__name__ == reference.__name__
+        assert inspect.signature(twin) == inspect.signature(reference)
+        assert twin is getattr(cpu, reference.__name__)
+
+
+@some
+@given(shape=shapes(max_tokens=300), seed=seeds, dtype=st.sampled_from(DTYPES), far=st.booleans())
+def test_snapkv_scores(shape: Shape, seed: int, dtype: torch.dtype, far: bool) -> None:
+    layer = random_layer(shape, seed, dtype)
+    if far:  # one key takes all attention: the others' weights vanish without being lost
+        layer.key[:, 3] *= 20
+    # Every other channel block of wider rows, as in the output of a fused projection.
+    wide = layer.key.transpose(0, 1).repeat(1, 2, 1)
+    key = wide[:, : shape.num_kv_heads].transpose(0, 1)
+    config = EvictionConfig(window=shape.window)
+    expected = snapkv.snapkv_scores(layer.query.double(), key.double(), shape.scale, config)
+    scores = cpu.snapkv_scores(layer.query, key, shape.scale, config)
+    assert scores.dtype == torch.float32
+    # A logit of n products is off by n eps of the sum of magnitudes; a weight by twice that.
+    group = layer.query.view(shape.window, shape.num_kv_heads, shape.group, -1).double().abs()
+    magnitude = torch.einsum("wkgd,ktd->kgwt", group, key.double().abs()).max() * shape.scale
+    bound = 2 * (shape.head_size + 4) * EPS * float(magnitude) + (key.shape[1] + 8) * EPS
+    torch.testing.assert_close(scores.double(), expected, rtol=bound, atol=2.0**-120)
+
+
+def test_exponentials_are_exact_to_a_few_digits_of_float32_over_their_whole_range() -> None:
+    """One query, head size 2: the weights are a softmax of the keys' first channel alone."""
+    logits = torch.cat((torch.linspace(-80, 0, 4001), torch.zeros(1)))
+    key = torch.stack((logits, torch.zeros_like(logits)), dim=-1)[None]
+    query = torch.tensor([[[1.0, 0.0]]])
+    config = EvictionConfig(window=1, kernel_size=1)
+    scores = cpu.snapkv_scores(query, key, 1.0, config)[0]
+    expected = torch.softmax(logits.double(), dim=0)[:-1]
+    # A logit of 80 in units of log 2 is rounded to half a unit in its last place: 115 eps / 2.
+    # Rows of padding, up to 15, add the smallest exponential each.
+    torch.testing.assert_close(scores.double(), expected, rtol=64 * EPS, atol=15 * 2.0**-126)
+
+
+@some
+@given(
+    seed=seeds,
+    heads=kv_heads,
+    group=st.integers(1, 3),
+    size=head_sizes,
+    hidden_size=st.sampled_from((1, 16, 40, 72, 130)),
+    num_tokens=st.integers(1, 140),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_value_norms(
+    seed: int,
+    heads: int,
+    group: int,
+    size: int,
+    hidden_size: int,
+    num_tokens: int,
+    dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn(num_tokens, heads, size, generator=generator).to(dtype).transpose(0, 1)
+    weight = torch.randn(heads, size, group, hidden_size, generator=generator).to(dtype)
+    norms = cpu.value_norms(value, weight)
+    expected = value_norms.value_norms(value.double(), weight.double())
+    # A product is off by `size` eps of its magnitudes, and a sum by as many as it has terms.
+    magnitude = value_norms.value_norms(value.double().abs(), weight.double().abs())
+    bound = (size + group * hidden_size) * EPS * magnitude
+    assert ((norms - expected).abs() <= bound).all()
+
+
+@some
+@given(
+    seed=seeds,
+    heads=kv_heads,
+    size=head_sizes,
+    num_tokens=st.integers(1, 200),
+    dtype=st.sampled_from(DTYPES),
+    alpha=st.sampled_from((0.0, 0.25, 0.5, 1.0)),
+    eps=st.sampled_from((0.0, 1e-4, 1.0)),
+    tied=st.booleans(),
+    data=st.data(),
+)
+def test_needed_value_norms_retain_what_all_norms_retain(
+    seed: int,
+    heads: int,
+    size: int,
+    num_tokens: int,
+    dtype: torch.dtype,
+    alpha: float,
+    eps: float,
+    tied: bool,
+    data: st.DataObject,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn(heads, num_tokens, size, generator=generator).to(dtype)
+    strength = torch.rand(heads, size, 1, 1, generator=generator) ** 6
+    weight = (torch.randn(heads, size, 2, 40, generator=generator) * strength).to(dtype)
+    projection = cpu.pack(OutputProjection.of(weight))
+    assert projection.packed is not None
+    scores = ranked(seed, heads, num_tokens, tied).abs().nan_to_num(posinf=1.0)
+    budgets = drawn_budgets(data, heads, num_tokens)
+    stage_1 = selection.stage_1_mask(scores, budgets, alpha)
+    norms = cpu.needed_value_norms(scores, value, projection, stage_1, budgets, eps)
+    every = cpu.value_norms(value, weight)
+    assert torch.equal(norms[norms != 0], every[norms != 0])
+    total = int(budgets.sum())
+    pruned, exact = (
+        selection.select(selection.stage_2_keys(scores, each, stage_1, eps), budgets, total)
+        for each in (norms, every)
+    )
+    assert torch.equal(pruned, exact)
+
+
+def test_most_norms_are_not_needed() -> None:
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(2, 500, 64, generator=generator)
+    projection = cpu.pack(OutputProjection.of(torch.randn(2, 64, 2, 80, generator=generator)))
+    scores = torch.rand(2, 500, generator=generator) ** 8
+    budgets = torch.tensor([40, 20])
+    stage_1 = selection.stage_1_mask(scores, budgets, 0.5)
+    norms = cpu.needed_value_norms(scores, value, projection, stage_1, budgets, 1e-4)
+    assert ((norms != 0).sum(dim=1) < 3 * budgets).all()
+
+
+@some
+@given(
+    seed=seeds, heads=kv_heads, num_tokens=st.integers(1, 99), tied=st.booleans(), data=st.data()
+)
+def test_selection(seed: int, heads: int, num_tokens: int, tied: bool, data: st.DataObject) -> None:
+    scores = ranked(seed, heads, num_tokens, tied)
+    budgets = drawn_budgets(data, heads, num_tokens)
+    total = int(budgets.sum())
+    expected = selection.select(scores, budgets, total)
+    assert torch.equal(cpu.select(scores, budgets, total), expected)
+    alpha = data.draw(st.sampled_from((0.0, 0.3, 0.5, 1.0)))
+    mask = selection.stage_1_mask(scores, budgets, alpha)
+    assert torch.equal(cpu.stage_1_mask(scores, budgets, alpha), mask)
+
+
+@some
+@given(
+    seed=seeds,
+    heads=st.integers(1, 9),
+    block_size=st.sampled_from((1, 4, 16)),
+    num_packed=st.integers(1, 5),
+    more=st.integers(0, 20),
+    tied=st.booleans(),
+    safeguard=st.sampled_from((0.0, 0.2, 0.37, 1.0)),
+)
+def test_adaptive_pages(
+    seed: int,
+    heads: int,
+    block_size: int,
+    num_packed: int,
+    more: int,
+    tied: bool,
+    safeguard: float,
+) -> None:
+    scores = ranked(seed, heads, num_packed * block_size + more, tied)
+    arguments = (scores, num_packed, block_size, EvictionConfig(safeguard=safeguard))
+    assert torch.equal(cpu.adaptive_pages(*arguments), allocation.adaptive_pages(*arguments))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+def test_pages_and_entries_are_moved_as_they_are(dtype: torch.dtype) -> None:
+    cache = torch.randn(50, 2 * 96).to(dtype)[:, :128]
+    pages, places = torch.randperm(50)[:23], torch.randperm(128)[:96].to(torch.int32)
+    expected = compaction.read_pages(cache, pages, places)
+    assert torch.equal(cpu.read_pages(cache, pages, places), expected)
+    entries = torch.randn(30, 3, 2, 16).to(dtype)[:, :, 1].transpose(0, 1)
+    retained = torch.tensor([0, 5, 19, 20, 41, 59])
+    expected = compaction.gather_entries(entries, retained, 20)
+    assert torch.equal(cpu.gather_entries(entries, retained, 20), expected)
+
+
+@every_method_case
+@few
+@given(shape=shapes(), seed=seeds)
+def test_what_is_retained_is_as_good_as_what_the_reference_retains(
+    case: MethodCase, shape: Shape, seed: int
+) -> None:
+    """Rounding may swap entries on the cut; every other choice is the same."""
+    layer = random_layer(shape, seed, torch.float32)
+    projection = OutputProjection.of(layer.output_projection.float())
+    if not METHODS[case.method].perturbation:
+        projection = None
+    config = case.config(window=shape.window)
+    arguments = (
+        layer.query,
+        layer.key,
+        layer.value[:, : shape.num_tokens],
+        projection,
+        shape.scale,
+        shape.num_packed,
+        shape.block_size,
+        config,
+    )
+    expected = retain(*arguments)
+    retention = retain(*arguments, twins=cpu.TWINS)
+    both = set(retention.retained.tolist()) & set(expected.retained.tolist())
+    assert len(both) >= expected.retained.numel() - 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_bad", [1, 5])
+@every_method_case
+def test_a_broken_model_does_not_break_the_bookkeeping(
+    case: MethodCase, num_bad: int, dtype: torch.dtype
+) -> None:
+    shape = Shape(3, 2, 8, 8, 3, 51, 2)
+    layer = random_layer(shape, 0, dtype)
+    layer.key[1, 7 : 7 + num_bad], layer.value[2, 3 : 3 + num_bad] = torch.nan, torch.nan
+    projection = cpu.pack(OutputProjection.of(layer.output_projection))
+    value = layer.value[:, : shape.num_tokens]
+    arguments = (projection, shape.scale, 2, 8, case.config(window=shape.window))
+    retention = retain(layer.query, layer.key, value, *arguments, twins=cpu.TWINS)
+    assert int(retention.offsets[-1]) == 6
+    assert len(set(retention.retained.tolist())) == 48
+    assert int(retention.retained.min()) >= 0
+    assert int(retention.retained.max()) < 3 * shape.num_tokens
+
+
+def test_other_dtypes_go_to_the_reference() -> None:
+    shape = Shape(2, 2, 8, 8, 3, 51, 2)
+    config = MethodCase("adakv-perturb").config(window=3)
+    for dtype in (torch.float64, torch.float16):
+        layer = random_layer(shape, 1, dtype)
+        projection = cpu.pack(OutputProjection.of(layer.output_projection))
+        value = layer.value[:, : shape.num_tokens]
+        arguments = (layer.query, layer.key, value, projection, shape.scale, 2, 8, config)
+        expected = retain(*arguments)
+        assert torch.equal(retain(*arguments, twins=cpu.TWINS).retained, expected.retained)
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.utils import cpp_extension
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("Ninja is required to load C++ extensions\nand more")
+
+    monkeypatch.setattr(cpp_extension, "load", fail)
+    with pytest.raises(cpu.KernelError, match=r"\(Ninja is required .*\); install g\+\+ and ninja"):
+        cpu.load.__wrapped__()

@@ -1,0 +1,183 @@
+"""Twins for CPU in C++ (`kernels/cpu/`), compiled for this machine when they are first needed.
+
+They take bfloat16 and float32, which oneDNN multiplies with float32 accumulation everywhere; other
+dtypes go to the reference. A machine without a C++ compiler serves with the references too.
+"""
+
+import math
+import subprocess
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_kvselect import allocation, compaction, pruning, selection
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scoring import snapkv
+from vllm_kvselect.scoring import value_norms as references
+from vllm_kvselect.scoring.value_norms import OutputProjection
+
+_SOURCE = Path(__file__).parent / "cpu" / "library.cpp"
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class KernelError(RuntimeError):
+    """The kernels cannot be used on this machine: says why and what to do."""
+
+
+@cache
+def load() -> Mapping[Callable[..., Any], Callable[..., Any]]:
+    """Compiles the kernels, or finds them compiled, and tries them.
+
+    The first call on a machine takes about 15 s; the result is kept in torch's folder for
+    extensions (`TORCH_EXTENSIONS_DIR`).
+
+    Returns:
+        Each reference with its twin, for `methods.retain`.
+
+    Raises:
+        KernelError: If there is no compiler, or the machine lacks the instructions.
+    """
+    capability = torch.backends.cpu.get_cpu_capability()
+    flags = ["-O3", "-march=native", "-fopenmp", f"-DCPU_CAPABILITY={capability}"]
+    if capability != "DEFAULT":
+        flags.append(f"-DCPU_CAPABILITY_{capability}")
+    release = torch.__version__.replace(".", "_").replace("+", "_")
+    try:
+        # Imports setuptools: not before it is needed.
+        from torch.utils import cpp_extension
+
+        cpp_extension.load(
+            f"vllm_kvselect_{capability.lower()}_torch_{release}",
+            [str(_SOURCE)],
+            extra_cflags=flags,
+            is_python_module=False,
+        )
+        _try()
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise KernelError(
+            f"the CPU kernels are not available ({reason[0]}); install g++ and ninja"
+        ) from error
+    return TWINS
+
+
+def _try() -> None:
+    """Runs both products once: what oneDNN cannot do here is known before anything is served."""
+    for dtype in _DTYPES:
+        key, query = torch.zeros(1, 2, 16, dtype=dtype), torch.zeros(1, 1, 16, dtype=dtype)
+        _call("mean_window_attention", query, key, 1.0)
+        _call("value_norms", key, _call("pack_weight", torch.zeros(1, 16, 1, 16, dtype=dtype)), 1)
+
+
+def pack(projection: OutputProjection) -> OutputProjection:
+    """Adds the weight in the order in which the kernels read it; it takes as much memory again."""
+    weight = projection.weight
+    if weight.dtype not in _DTYPES or weight.shape[1] % 2:
+        return projection
+    return projection._replace(packed=_call("pack_weight", weight))
+
+
+def snapkv_scores(
+    query: torch.Tensor, key: torch.Tensor, scale: float, config: EvictionConfig
+) -> torch.Tensor:
+    """Twin of `scoring.snapkv.snapkv_scores`."""
+    if key.dtype not in _DTYPES or key.shape[2] % 2:
+        return snapkv.snapkv_scores(query, key, scale, config)
+    attention = _call("mean_window_attention", _rows(query), _rows(key), scale)
+    return snapkv.max_pool(attention, config.kernel_size)
+
+
+def value_norms(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Twin of `scoring.value_norms.value_norms`; products and sums are float32 throughout."""
+    if value.dtype not in _DTYPES or value.shape[2] % 2:
+        return references.value_norms(value, weight)
+    packed = _call("pack_weight", weight.contiguous())
+    return _call("value_norms", _rows(value), packed, weight.shape[2])
+
+
+def needed_value_norms(
+    scores: torch.Tensor,
+    value: torch.Tensor,
+    projection: OutputProjection,
+    stage_1: torch.Tensor,
+    budgets: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """Twin of `pruning.needed_value_norms`."""
+    if projection.packed is None:
+        return pruning.needed_value_norms(scores, value, projection, stage_1, budgets, eps)
+    group, hidden_size = projection.weight.shape[2:]
+    return _call(
+        "needed_value_norms",
+        _rows(scores),
+        _rows(value),
+        projection.packed,
+        group,
+        projection.bound_form,
+        math.sqrt(hidden_size) * pruning.rounding_factor(value, hidden_size),
+        stage_1.contiguous(),
+        budgets,
+        eps,
+    )
+
+
+def adaptive_pages(
+    scores: torch.Tensor, num_packed: int, block_size: int, config: EvictionConfig
+) -> torch.Tensor:
+    """Twin of `allocation.adaptive_pages`."""
+    if scores.dtype != torch.float32:
+        return allocation.adaptive_pages(scores, num_packed, block_size, config)
+    counts = _call("head_counts", _rows(scores), num_packed * block_size * scores.shape[0])
+    budgets = allocation.blended_budgets(counts, num_packed * block_size, config.safeguard)
+    return _call("largest_remainder", budgets, allocation.SAFEGUARD_UNIT * block_size)
+
+
+def stage_1_mask(scores: torch.Tensor, budgets: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Twin of `selection.stage_1_mask`."""
+    if scores.dtype != torch.float32:
+        return selection.stage_1_mask(scores, budgets, alpha)
+    return _call("best_mask", _rows(scores), selection.stage_1_counts(budgets, alpha))
+
+
+def select(scores: torch.Tensor, budgets: torch.Tensor, num_retained: int) -> torch.Tensor:
+    """Twin of `selection.select`."""
+    if scores.dtype != torch.float32:
+        return selection.select(scores, budgets, num_retained)
+    return _call("best_indices", _rows(scores), budgets, num_retained)
+
+
+def read_pages(cache: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Twin of `compaction.read_pages`."""
+    return _call("read_pages", cache, pages, places)
+
+
+def gather_entries(
+    entries: torch.Tensor, retained: torch.Tensor, num_competing: int
+) -> torch.Tensor:
+    """Twin of `compaction.gather_entries`."""
+    return _call("gather_entries", _rows(entries), retained, num_competing)
+
+
+def _call(operator: str, *arguments: object) -> torch.Tensor:
+    result: torch.Tensor = getattr(torch.ops.vllm_kvselect, operator)(*arguments)
+    return result
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The kernels read rows of neighbouring elements, at any stride between rows."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+TWINS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    snapkv.snapkv_scores: snapkv_scores,
+    references.value_norms: value_norms,
+    pruning.needed_value_norms: needed_value_norms,
+    allocation.adaptive_pages: adaptive_pages,
+    selection.stage_1_mask: stage_1_mask,
+    selection.select: select,
+    compaction.read_pages: read_pages,
+    compaction.gather_entries: gather_entries,
+}

@@ -1,0 +1,201 @@
+// The operators that kernels/cpu.py calls.
+
+#include <torch/library.h>
+
+#include "selection.h"
+#include "tiles.h"
+#include "value_norms.h"
+#include "window_attention.h"
+
+namespace kvselect {
+
+// Calls `function` with a null pointer of the tensor's element type.
+template <typename Function>
+auto dispatch(const Tensor& tensor, const Function& function) {
+  if (tensor.scalar_type() == at::kBFloat16) return function(static_cast<at::BFloat16*>(nullptr));
+  TORCH_CHECK(tensor.scalar_type() == at::kFloat, "bfloat16 or float32, not ", tensor.scalar_type());
+  return function(static_cast<float*>(nullptr));
+}
+
+template <typename T>
+using element = std::remove_pointer_t<T>;
+
+Tensor mean_window_attention(const Tensor& query, const Tensor& key, double scale) {
+  TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1);
+  return dispatch(key, [&](auto type) {
+    return WindowAttention<element<decltype(type)>>(query, key, scale).mean();
+  });
+}
+
+Tensor pack_weight(const Tensor& weight) {
+  TORCH_CHECK(weight.is_contiguous());
+  Tensor packed = at::empty_like(weight);
+  const int64_t head_size = weight.size(1), width = weight.stride(1);
+  dispatch(weight, [&](auto type) {
+    using T = element<decltype(type)>;
+    for (int64_t head = 0; head < weight.size(0); ++head)
+      pack(weight.const_data_ptr<T>() + head * head_size * width, width, head_size, width,
+           packed.mutable_data_ptr<T>() + head * head_size * width);
+  });
+  return packed;
+}
+
+Tensor value_norms(const Tensor& value, const Tensor& packed, int64_t group) {
+  TORCH_CHECK(value.stride(2) == 1 && packed.is_contiguous());
+  Tensor norms = at::empty({value.size(0), value.size(1)}, value.options().dtype(at::kFloat));
+  std::vector<Entry> entries;
+  for (int32_t head = 0; head < value.size(0); ++head)
+    for (int32_t token = 0; token < value.size(1); ++token) entries.push_back({head, token});
+  dispatch(value, [&](auto type) {
+    project<element<decltype(type)>>(value, packed, group, entries, norms);
+  });
+  return norms;
+}
+
+Tensor needed_value_norms(const Tensor& scores, const Tensor& value, const Tensor& packed,
+                          int64_t group, const Tensor& form, double factor, const Tensor& stage_1,
+                          const Tensor& budgets, double eps) {
+  TORCH_CHECK(value.stride(2) == 1 && packed.is_contiguous() && form.is_contiguous());
+  TORCH_CHECK(scores.stride(1) == 1 && stage_1.is_contiguous() && budgets.is_contiguous());
+  return dispatch(value, [&](auto type) {
+    return prune_and_project<element<decltype(type)>>(scores, value, packed, group, form, factor,
+                                                      stage_1, budgets, eps);
+  });
+}
+
+// A mask of the best `counts[head]` entries of every head.
+Tensor best_mask(const Tensor& scores, const Tensor& counts) {
+  TORCH_CHECK(scores.stride(1) == 1 && counts.is_contiguous());
+  Tensor mask = at::zeros(scores.sizes(), scores.options().dtype(at::kBool));
+  bool* out = mask.mutable_data_ptr<bool>();
+  at::parallel_for(0, scores.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t head = begin; head < end; ++head)
+      for_best(scores.const_data_ptr<float>() + head * scores.stride(0), scores.size(1),
+               counts.const_data_ptr<int64_t>()[head],
+               [&](int64_t token) { out[head * scores.size(1) + token] = true; });
+  });
+  return mask;
+}
+
+// Their flat indices, ascending.
+Tensor best_indices(const Tensor& scores, const Tensor& counts, int64_t num_retained) {
+  TORCH_CHECK(scores.stride(1) == 1 && counts.is_contiguous());
+  const int64_t num_heads = scores.size(0), num_tokens = scores.size(1);
+  const int64_t* count = counts.const_data_ptr<int64_t>();
+  std::vector<int64_t> starts(num_heads + 1, 0);
+  for (int64_t head = 0; head < num_heads; ++head) starts[head + 1] = starts[head] + count[head];
+  TORCH_CHECK(starts[num_heads] == num_retained);
+  Tensor indices = at::empty({num_retained}, counts.options());
+  int64_t* out = indices.mutable_data_ptr<int64_t>();
+  at::parallel_for(0, num_heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t head = begin; head < end; ++head) {
+      int64_t* next = out + starts[head];
+      for_best(scores.const_data_ptr<float>() + head * scores.stride(0), num_tokens, count[head],
+               [&](int64_t token) { *next++ = head * num_tokens + token; });
+    }
+  });
+  return indices;
+}
+
+// How many of a layer's `count` best entries each head has; equal scores fall to the earlier
+// token, then to the lower head.
+Tensor head_counts(const Tensor& scores, int64_t count) {
+  TORCH_CHECK(scores.stride(1) == 1);
+  const int64_t num_heads = scores.size(0), num_tokens = scores.size(1);
+  std::vector<uint32_t> keys(num_heads * num_tokens);
+  for (int64_t head = 0; head < num_heads; ++head)
+    std::transform(scores.const_data_ptr<float>() + head * scores.stride(0),
+                   scores.const_data_ptr<float>() + head * scores.stride(0) + num_tokens,
+                   keys.begin() + head * num_tokens, sortable);
+  auto [threshold, num_ties] = find_cut(keys, count);
+  Tensor counts = at::zeros({num_heads}, scores.options().dtype(at::kLong));
+  int64_t* out = counts.mutable_data_ptr<int64_t>();
+  for (int64_t head = 0; head < num_heads; ++head)
+    out[head] = std::count_if(keys.begin() + head * num_tokens, keys.begin() + (head + 1) * num_tokens,
+                              [threshold = threshold](uint32_t key) { return key > threshold; });
+  for (int64_t token = 0; num_ties > 0 && token < num_tokens; ++token)
+    for (int64_t head = 0; num_ties > 0 && head < num_heads; ++head)
+      if (keys[head * num_tokens + token] == threshold) ++out[head], --num_ties;
+  return counts;
+}
+
+// Integers rounded to multiples of `unit`, keeping the sum, the lower index first on ties.
+Tensor largest_remainder(const Tensor& amounts, int64_t unit) {
+  TORCH_CHECK(amounts.is_contiguous());
+  Tensor whole = at::empty_like(amounts);
+  const int64_t* in = amounts.const_data_ptr<int64_t>();
+  int64_t* out = whole.mutable_data_ptr<int64_t>();
+  std::vector<int64_t> order(amounts.numel());
+  int64_t left = 0;
+  for (int64_t i = 0; i < amounts.numel(); ++i) {
+    order[i] = i;
+    out[i] = in[i] / unit;
+    left += in[i] % unit;
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return in[a] % unit > in[b] % unit; });
+  for (int64_t i = 0; i < left / unit; ++i) ++out[order[i]];
+  return whole;
+}
+
+template <typename Element>
+void read_elements(const Tensor& cache, const Tensor& pages, const Tensor& places, Tensor& entries) {
+  const auto* in = static_cast<const Element*>(cache.const_data_ptr());
+  auto* out = static_cast<Element*>(entries.mutable_data_ptr());
+  const int64_t* page = pages.const_data_ptr<int64_t>();
+  const int32_t* place = places.const_data_ptr<int32_t>();
+  const int64_t size = places.numel();
+  at::parallel_for(0, pages.numel(), 8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Element* __restrict from = in + page[i] * cache.stride(0);
+      Element* __restrict to = out + i * size;
+      for (int64_t j = 0; j < size; ++j) to[j] = from[place[j]];
+    }
+  });
+}
+
+// Chosen pages, their elements in the order of `places`.
+Tensor read_pages(const Tensor& cache, const Tensor& pages, const Tensor& places) {
+  TORCH_CHECK(cache.stride(1) == 1 && pages.is_contiguous() && places.is_contiguous());
+  Tensor entries = at::empty({pages.numel(), places.numel()}, cache.options());
+  if (cache.element_size() == 2)
+    read_elements<uint16_t>(cache, pages, places, entries);
+  else if (cache.element_size() == 4)
+    read_elements<uint32_t>(cache, pages, places, entries);
+  else
+    TORCH_CHECK(false, "elements of 2 or 4 bytes, not ", cache.scalar_type());
+  return entries;
+}
+
+// Rows of [num_heads, num_tokens, size] at flat indices `head * num_competing + token`.
+Tensor gather_entries(const Tensor& entries, const Tensor& retained, int64_t num_competing) {
+  TORCH_CHECK(entries.stride(2) == 1 && retained.is_contiguous());
+  Tensor rows = at::empty({retained.numel(), entries.size(2)}, entries.options());
+  const int64_t bytes = entries.size(2) * entries.element_size(), size = entries.element_size();
+  const auto* in = static_cast<const char*>(entries.const_data_ptr());
+  auto* out = static_cast<char*>(rows.mutable_data_ptr());
+  const int64_t* flat = retained.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < retained.numel(); ++i)
+    std::memcpy(out + i * bytes,
+                in + (flat[i] / num_competing * entries.stride(0) +
+                      flat[i] % num_competing * entries.stride(1)) * size, bytes);
+  return rows;
+}
+
+}  // namespace kvselect
+
+TORCH_LIBRARY(vllm_kvselect, library) {
+  using namespace kvselect;
+  library.def("mean_window_attention(Tensor query, Tensor key, float scale) -> Tensor", mean_window_attention);
+  library.def("pack_weight(Tensor weight) -> Tensor", pack_weight);
+  library.def("value_norms(Tensor value, Tensor packed, int group) -> Tensor", value_norms);
+  library.def(
+      "needed_value_norms(Tensor scores, Tensor value, Tensor packed, int group, Tensor form, "
+      "float factor, Tensor stage_1, Tensor budgets, float eps) -> Tensor", needed_value_norms);
+  library.def("best_mask(Tensor scores, Tensor counts) -> Tensor", best_mask);
+  library.def("best_indices(Tensor scores, Tensor counts, int num_retained) -> Tensor", best_indices);
+  library.def("head_counts(Tensor scores, int count) -> Tensor", head_counts);
+  library.def("largest_remainder(Tensor amounts, int unit) -> Tensor", largest_remainder);
+  library.def("read_pages(Tensor cache, Tensor pages, Tensor places) -> Tensor", read_pages);
+  library.def("gather_entries(Tensor entries, Tensor retained, int num_competing) -> Tensor", gather_entries);
+}

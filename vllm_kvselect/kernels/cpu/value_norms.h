@@ -1,0 +1,146 @@
+// Projected value norms of some entries, and the exact pruning that says which: scoring/value_norms.py
+// and pruning.py. Only a tile of V W_O exists at a time.
+#pragma once
+
+#include <array>
+#include <cmath>
+
+#include "selection.h"
+#include "tiles.h"
+
+namespace kvselect {
+
+struct Entry {
+  int32_t head, token;
+};
+
+// Fills in the norms of some entries, `[num_kv_heads, num_tokens]`; weights are packed by KV head,
+// `[num_kv_heads, head_size, group * hidden_size]`.
+template <typename T>
+void project(const Tensor& value, const Tensor& weight, int64_t group,
+             const std::vector<Entry>& entries, Tensor& norms) {
+  constexpr int64_t kRows = 32;
+  const int64_t head_size = value.size(2), width = weight.numel() / value.size(0) / head_size;
+  const Tiles columns(width, 64);
+  const T* values = value.const_data_ptr<T>();
+  float* out = norms.mutable_data_ptr<float>();
+  // Entries come head by head: a tile ends where the head does.
+  std::vector<size_t> tile_starts;
+  for (size_t i = 0; i < entries.size(); ++i)
+    if (tile_starts.empty() || i - tile_starts.back() == kRows ||
+        entries[i].head != entries[tile_starts.back()].head)
+      tile_starts.push_back(i);
+  tile_starts.push_back(entries.size());
+  parallel_tiles<T>(tile_starts.size() - 1, [&] {
+    return [&, rows = std::vector<T>(kRows * head_size, T(0)),
+            products = std::vector<float>(kRows * columns.size)](int64_t tile) mutable {
+      const Entry* chosen = &entries[tile_starts[tile]];
+      const int64_t count = tile_starts[tile + 1] - tile_starts[tile], head = chosen->head;
+      for (int64_t i = 0; i < count; ++i)
+        std::copy_n(values + head * value.stride(0) + chosen[i].token * value.stride(1), head_size,
+                    &rows[i * head_size]);
+      const T* packed = weight.const_data_ptr<T>() + head * head_size * width;
+      std::array<Vec, kRows> sums;
+      sums.fill(Vec(0.f));
+      for (int64_t part = 0; part < columns.count; ++part) {
+        multiply(kRows, columns.size, head_size, rows.data(), head_size,
+                 packed + columns.start(part) * kPair<T>, width, products.data());
+        for (int64_t i = 0; i < count; ++i) {
+          const float* row = &products[i * columns.size];
+          int64_t n = columns.first_new(part);
+          for (; n + kLanes <= columns.size; n += kLanes) sums[i] = sums[i] + Vec::loadu(row + n).abs();
+          if (n < columns.size) sums[i] = sums[i] + Vec::loadu(row + n, columns.size - n).abs();
+        }
+      }
+      for (int64_t i = 0; i < count; ++i)
+        out[head * norms.stride(0) + chosen[i].token] = sum_lanes(sums[i]) / group;
+    };
+  });
+}
+
+// Upper bounds of the norms, `factor * sqrt(v F v^T)` with the form F `[num_kv_heads, D, D]`.
+template <typename T>
+void bound_norms(const Tensor& value, const Tensor& form, float factor, float* bounds) {
+  const int64_t num_tokens = value.size(1), head_size = value.size(2);
+  const Tiles tiles(num_tokens, 64);
+  std::vector<T> packed(form.numel());
+  for (int64_t head = 0; head < value.size(0); ++head)
+    pack(form.const_data_ptr<T>() + head * head_size * head_size, head_size, head_size, head_size,
+         &packed[head * head_size * head_size]);
+  parallel_tiles<T>(value.size(0) * tiles.count, [&] {
+    return [&, products = std::vector<float>(tiles.size * head_size),
+            row = std::vector<float>(head_size)](int64_t i) mutable {
+      const int64_t head = i / tiles.count, tile = i % tiles.count, start = tiles.start(tile);
+      const T* rows = value.const_data_ptr<T>() + head * value.stride(0) + start * value.stride(1);
+      multiply(tiles.size, head_size, head_size, rows, value.stride(1),
+               &packed[head * head_size * head_size], head_size, products.data());
+      for (int64_t t = tiles.first_new(tile); t < tiles.size; ++t) {
+        widen(rows + t * value.stride(1), head_size, row.data());
+        float sum = 0.f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t k = 0; k < head_size; ++k) sum += products[t * head_size + k] * row[k];
+        bounds[head * num_tokens + start + t] = factor * std::sqrt(std::max(sum, 0.f));
+      }
+    };
+  });
+}
+
+// See pruning.py. Unlike there, heads have candidates according to their own needs.
+template <typename T>
+Tensor prune_and_project(const Tensor& scores, const Tensor& value, const Tensor& weight, int64_t group,
+                         const Tensor& form, double factor, const Tensor& stage_1,
+                         const Tensor& budgets, double eps) {
+  const int64_t num_kv_heads = value.size(0), num_tokens = value.size(1);
+  Tensor norms = at::zeros({num_kv_heads, num_tokens}, scores.options());
+  std::vector<float> bounds(num_kv_heads * num_tokens);
+  bound_norms<T>(value, form, static_cast<float>(factor), bounds.data());
+
+  const auto weight_of = [&](int64_t head, int64_t token) {
+    return scores.const_data_ptr<float>()[head * scores.stride(0) + token] + static_cast<float>(eps);
+  };
+  std::vector<int64_t> num_open(num_kv_heads);
+  std::vector<std::vector<Entry>> chosen(num_kv_heads);
+  at::parallel_for(0, num_kv_heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t head = begin; head < end; ++head) {
+      float* bound = &bounds[head * num_tokens];
+      const bool* taken = stage_1.const_data_ptr<bool>() + head * num_tokens;
+      int64_t num_taken = 0;
+      for (int64_t t = 0; t < num_tokens; ++t) {
+        bound[t] = taken[t] ? -1.f : bound[t] * weight_of(head, t);
+        num_taken += taken[t];
+      }
+      num_open[head] = budgets.const_data_ptr<int64_t>()[head] - num_taken;
+      const int64_t count = std::min(2 * num_open[head], num_tokens - num_taken);
+      for_best(bound, num_tokens, count, [&](int64_t token) {
+        chosen[head].push_back({static_cast<int32_t>(head), static_cast<int32_t>(token)});
+      });
+    }
+  });
+  const auto concatenate = [&] {
+    std::vector<Entry> entries;
+    for (auto& part : chosen) {
+      entries.insert(entries.end(), part.begin(), part.end());
+      part.clear();
+    }
+    return entries;
+  };
+  const std::vector<Entry> first = concatenate();
+  project<T>(value, weight, group, first, norms);
+
+  // What the last retained of them reaches is a cut that every retained entry's bound reaches.
+  std::vector<std::vector<uint32_t>> keys(num_kv_heads);
+  for (const auto& [head, token] : first) {
+    const float norm = norms.const_data_ptr<float>()[head * num_tokens + token];
+    keys[head].push_back(sortable(norm * weight_of(head, token)));
+    bounds[head * num_tokens + token] = -1.f;
+  }
+  for (int32_t head = 0; head < num_kv_heads; ++head) {
+    const uint32_t cut = find_cut(std::move(keys[head]), num_open[head]).threshold;
+    for (int32_t token = 0; token < num_tokens; ++token)
+      if (sortable(bounds[head * num_tokens + token]) >= cut) chosen[head].push_back({head, token});
+  }
+  project<T>(value, weight, group, concatenate(), norms);
+  return norms;
+}
+
+}  // namespace kvselect
