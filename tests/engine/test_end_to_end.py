@@ -10,6 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.conftest import EngineFactory
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.methods import METHODS
 from vllm_kvselect.retention import RetentionPlan, plan
 
 pytestmark = pytest.mark.engine
@@ -43,9 +44,7 @@ def test_decoding_requests_hold_the_blocks_of_their_plan(
     assert decode_blocks[0] == 9
 
 
-@pytest.mark.parametrize(
-    "method", ["streaming-llm", "snapkv", "snapkv-perturb", "adakv", "adakv-perturb"]
-)
+@pytest.mark.parametrize("method", [name for name in METHODS if not METHODS[name].unserved])
 def test_every_method_serves_and_drops(
     method: str, start_engine: EngineFactory, make_prompts: Any
 ) -> None:
