@@ -12,6 +12,7 @@ from tests.engine.conftest import EngineFactory
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine import worker
 from vllm_kvselect.kernels.cpu import KernelError
+from vllm_kvselect.methods import METHODS
 from vllm_kvselect.retention import RetentionPlan, plan
 
 pytestmark = pytest.mark.engine
@@ -45,9 +46,7 @@ def test_decoding_requests_hold_the_blocks_of_their_plan(
     assert decode_blocks[0] == 9
 
 
-@pytest.mark.parametrize(
-    "method", ["streaming-llm", "snapkv", "snapkv-perturb", "adakv", "adakv-perturb"]
-)
+@pytest.mark.parametrize("method", [name for name in METHODS if not METHODS[name].unserved])
 def test_every_method_serves_and_drops(
     method: str, start_engine: EngineFactory, make_prompts: Any
 ) -> None:

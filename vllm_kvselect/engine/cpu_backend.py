@@ -273,6 +273,7 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
             completion.plan.num_packed,
             self._codec.block_size,
             self._eviction,
+            self._layer_index,
             self._twins,
         )
 

@@ -81,13 +81,18 @@ def pack(projection: OutputProjection) -> OutputProjection:
 
 
 def snapkv_scores(
-    query: torch.Tensor, key: torch.Tensor, scale: float, config: EvictionConfig
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float,
+    config: EvictionConfig,
+    layer_index: int = 0,
 ) -> torch.Tensor:
-    """Twin of `scoring.snapkv.snapkv_scores`."""
-    if key.dtype not in _DTYPES or key.shape[2] % 2:
-        return snapkv.snapkv_scores(query, key, scale, config)
+    """Twin of `scoring.snapkv.snapkv_scores`, for means over the group."""
+    if key.dtype not in _DTYPES or key.shape[2] % 2 or config.group_reduction != "mean":
+        return snapkv.snapkv_scores(query, key, scale, config, layer_index)
     attention = _call("mean_window_attention", _rows(query), _rows(key), scale)
-    return snapkv.max_pool(attention, config.kernel_size)
+    pool = snapkv.max_pool if config.pooling == "max" else snapkv.mean_pool
+    return pool(attention, config.kernel_size)
 
 
 def value_norms(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -127,8 +132,8 @@ def needed_value_norms(
 def adaptive_pages(
     scores: torch.Tensor, num_packed: int, block_size: int, config: EvictionConfig
 ) -> torch.Tensor:
-    """Twin of `allocation.adaptive_pages`."""
-    if scores.dtype != torch.float32:
+    """Twin of `allocation.adaptive_pages`, for a blended floor."""
+    if scores.dtype != torch.float32 or config.floor != "blend":
         return allocation.adaptive_pages(scores, num_packed, block_size, config)
     counts = _call("head_counts", _rows(scores), num_packed * block_size * scores.shape[0])
     budgets = allocation.blended_budgets(counts, num_packed * block_size, config.safeguard)

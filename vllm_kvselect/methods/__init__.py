@@ -1,0 +1,22 @@
+"""Every method by name (`registry`), and what they share: the choice of entries (`choice`)."""
+
+from vllm_kvselect.methods.choice import (
+    NO_TWINS,
+    Retention,
+    Twins,
+    retain,
+    retain_pool,
+    score_layer,
+)
+from vllm_kvselect.methods.registry import METHODS, Method
+
+__all__ = [
+    "METHODS",
+    "NO_TWINS",
+    "Method",
+    "Retention",
+    "Twins",
+    "retain",
+    "retain_pool",
+    "score_layer",
+]
