@@ -24,8 +24,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_kvselect.compaction import packed_slots
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, PromptLens, Split, Splitter
+from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, Split, Splitter
 from vllm_kvselect.engine.cpu_pages import PageCodec, one_head_view, write_entries
+from vllm_kvselect.engine.prompts import PromptsOf
 from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.methods import Retention, retain
@@ -72,12 +73,12 @@ class HeadwiseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._splitter: Splitter | None = None
 
-    def start(self, num_blocks: int, prompt_lens: PromptLens) -> RetentionState:
+    def start(self, num_blocks: int, prompts_of: PromptsOf) -> RetentionState:
         """Connects the layers of the group to their state; called once the cache is allocated.
 
         Args:
             num_blocks: Blocks of the KV cache.
-            prompt_lens: Gives the prompt lengths of a batch.
+            prompts_of: Gives the prompts of a batch.
 
         Returns:
             The state of the group's layers.
@@ -91,9 +92,9 @@ class HeadwiseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         for index, name in enumerate(self.layer_names):
             layers[name].impl.start(index, self.isa, spec.eviction, state, codec)
         self._splitter = Splitter(
-            spec.eviction,
+            spec.eviction.window,
             state,
-            prompt_lens,
+            prompts_of,
             self.block_size,
             self.num_kv_heads,
             (self.num_heads, self.head_dim),
@@ -265,7 +266,7 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
             self.scale,
             completion.plan.num_packed,
             self._codec.block_size,
-            self._eviction,
+            completion.eviction,
         )
 
     def _forward_headwise(
