@@ -27,7 +27,7 @@ LEFT_TO_RIGHT = (
 )
 """Later parts may import earlier ones, never the other way round."""
 
-APART = ("cli", "tiny_model", "evaluation")
+APART = ("cli", "tiny_model", "top", "evaluation")
 """Parts that use the others but that nothing among LEFT_TO_RIGHT may import."""
 
 USES_VLLM_LIKE_ANYONE = ("evaluation",)

@@ -18,6 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.engine.server import serving
 from vllm_kvselect.tiny_model import tiny_model
 
 BLOCK_SIZE = 32
@@ -159,6 +160,15 @@ def shallow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server that lets requests choose; its tests are in the xdist group `server`."""
+    options = ["--kv-eviction", "adakv-perturb", "--kv-eviction-budget", "256"]
+    options += ["--kv-eviction-allow-override", "method,budget"]
+    with serving(tmp_path_factory.mktemp("server"), *options) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ def test_each_request_answers_as_on_a_server_with_its_settings(
             scheduler.reset_prefix_cache(reset_running_requests=True)
         return schedule(scheduler, *args, **kwargs)
 
-    with start_engine(OPEN, 200) as engine:
+    with start_engine(OPEN, 200, disable_log_stats=False) as engine:
         assert engine.generate(prompts, 64, SETTINGS) == expected
         # The same prompts again, from the prefix cache as far as each one's settings let it.
         assert engine.generate(prompts[::-1], 64, SETTINGS[::-1]) == expected[::-1]
@@ -50,6 +50,10 @@ def test_each_request_answers_as_on_a_server_with_its_settings(
         assert engine.generate(prompts, 64, SETTINGS) == expected
         assert engine.worker.kv_eviction_stats()["num_evicted"] == 2 * (1 + 1 + 3)
         assert engine.blocks_in_use() == 0
+        # Packed again after each preemption, but counted once.
+        counted = {metric.name: metric for metric in engine.llm.get_metrics()}
+        assert counted["vllm:kv_eviction_requests"].value == 2 * 3
+        assert counted["vllm:kv_eviction_selection_seconds"].count == 1 + 1 + 3
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

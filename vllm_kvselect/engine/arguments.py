@@ -82,9 +82,12 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 def from_cli_args(engine_args: EngineArgs, args: argparse.Namespace) -> None:
     """Hands the options to the engine: they travel to every process in `additional_config`.
 
+    With several API servers vLLM gives each of them the command line before it loads plugins there,
+    so the options are written there too, as if they had come in `--additional-config`.
+
     Args:
         engine_args: vLLM's engine arguments, changed in place.
-        args: The parsed command line.
+        args: The parsed command line, changed in place.
 
     Raises:
         ConfigError: If the file is unreadable or an option is given without a method.
@@ -92,7 +95,8 @@ def from_cli_args(engine_args: EngineArgs, args: argparse.Namespace) -> None:
     values = _values(args)
     if values is not None:
         additional = engine_args.additional_config or {}
-        engine_args.additional_config = {**additional, CONFIG_KEY: values}
+        args.additional_config = {**additional, CONFIG_KEY: values}
+        engine_args.additional_config = args.additional_config
 
 
 def _values(args: argparse.Namespace) -> dict[str, Any] | None:

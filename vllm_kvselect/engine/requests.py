@@ -60,4 +60,4 @@ def _refuse_input_streams(prompt: Any) -> None:
 def _refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> None:
     """Refuses what the server could not have been started with."""
     if problems := settings_problems(vllm_config, eviction):
-        raise RequestError("; ".join(problems), "kv_eviction", "unsupported")
+        raise RequestError("; ".join(problems), "vllm_xargs", "unsupported")
