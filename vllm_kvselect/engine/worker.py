@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, replace_as
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvselect.config import CONFIG_KEY, EvictionConfig
@@ -100,10 +100,11 @@ class EvictionCPUWorker(CPUWorker):
         report = self._report(self._selection_seconds - seconds_before)
         if report is None:
             return output
-        if output is None:  # the runner sends it along when it has sampled
-            self.model_runner.kv_connector_output = report.as_connector_output()
-            return None
-        return ModelRunnerOutput.with_kv_conn_output_only(report.as_connector_output())
+        if output is EMPTY_MODEL_RUNNER_OUTPUT:  # requests ended, and there was nothing to run
+            return ModelRunnerOutput.with_kv_conn_output_only(report.as_connector_output())
+        # The runner sends it along once it has sampled.
+        self.model_runner.kv_connector_output = report.as_connector_output()
+        return output
 
     def _report(self, selection_seconds: float) -> StepReport | None:
         """What the step packed, or None if nothing changed."""
