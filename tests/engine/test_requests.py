@@ -1,14 +1,16 @@
 """Settings of single requests on a real engine: each answers as on a server of its own."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.conftest import EngineFactory
-from vllm_kvselect.engine.requests import RequestRefusedError
+from vllm_kvselect.engine.requests import RequestRefusedError, check_request
 
 pytestmark = pytest.mark.engine
 SERVER = {"method": "adakv-perturb", "budget": 128}
@@ -79,6 +81,28 @@ def test_a_refused_request_is_an_error_and_the_engine_goes_on(
             assert not engine.llm.llm_engine.has_unfinished_requests()
             assert engine.blocks_in_use() == 0
         assert engine.generate(prompts) == expected
+
+
+def engine_of(additional_config: Any) -> Any:
+    vllm_config = SimpleNamespace(additional_config=additional_config)
+    return SimpleNamespace(vllm_config=vllm_config, logger_manager=None)
+
+
+def test_a_prompt_that_grows_while_it_is_served_is_refused() -> None:
+    async def prompts() -> AsyncIterator[str]:
+        yield "never asked for"
+
+    engine = engine_of({"kv_eviction": {"method": "adakv", "budget": 128}})
+    with pytest.raises(RequestRefusedError, match="send the whole prompt at once"):
+        check_request(engine, prompts(), SamplingParams())
+
+
+@pytest.mark.parametrize(
+    "additional_config", [{}, {"other": 1}, {"kv_eviction": {"method": "none"}}, object()]
+)
+def test_a_stock_engine_takes_whatever_stock_vllm_takes(additional_config: Any) -> None:
+    params = SamplingParams(extra_args={"kv_eviction": "nonsense", "kv_eviction_x": 1})
+    check_request(engine_of(additional_config), {"prompt_token_ids": [1]}, params)
 
 
 def test_a_server_that_evicts_only_on_demand(

@@ -148,10 +148,11 @@ def requested(engine_args: EngineArgs) -> EvictionConfig | None:
 
 def server_config(vllm_config: VllmConfig) -> EvictionConfig | None:
     """The eviction of an engine that was configured, or None for a stock one."""
-    values = vllm_config.additional_config.get(CONFIG_KEY)
-    if values is None:
+    additional = vllm_config.additional_config
+    # vLLM lets a platform put an object of its own here.
+    if not isinstance(additional, dict) or CONFIG_KEY not in additional:
         return None
-    eviction = EvictionConfig.parse(values)
+    eviction = EvictionConfig.parse(additional[CONFIG_KEY])
     return eviction if eviction.may_evict else None
 
 
