@@ -82,18 +82,23 @@ class EvictionStatLogger(AggregateStatLoggerBase):
         self._blocks = make(Counter, "blocks_freed", "Blocks given back once prompts were packed.")
         self._bytes = make(Counter, "bytes_freed", "Bytes of the blocks given back.")
         self._fraction = make(
-            Histogram, "retained_fraction", "Share of a prompt's entries retained.",
+            Histogram,
+            "retained_fraction",
+            "Share of a prompt's entries retained.",
             buckets=_FRACTIONS,
-        )  # fmt: skip
+        )
         self._seconds = make(
-            Histogram, "selection_seconds",
+            Histogram,
+            "selection_seconds",
             "Time that a step in which prompts were packed spent selecting and packing.",
             buckets=_SECONDS,
-        )  # fmt: skip
+        )
         self._saved = make(
-            Gauge, "blocks_saved", "Blocks that the running requests would hold without eviction.",
+            Gauge,
+            "blocks_saved",
+            "Blocks that the running requests would hold without eviction.",
             multiprocess_mode="mostrecent",
-        )  # fmt: skip
+        )
         refusals = Counter(
             "vllm:kv_eviction_refusals",
             "Requests refused for their eviction settings, by reason.",
