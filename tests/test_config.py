@@ -44,6 +44,8 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     ({"seed": 2**32}, "seed = 4294967296", "less than 4294967296"),
     ({"num_sinks": -1}, "num_sinks = -1", "greater than or equal to 0"),
     ({"num_sinks": 1.5}, "num_sinks = 1.5", "valid integer"),
+    ({"allow_override": ["window"]}, "allow_override = 'window'", "'method' or 'budget'"),
+    ({"allow_override": "budget"}, "allow_override = 'budget'", "valid tuple"),
     ({"budgets": 512}, "unknown key 'budgets'", "accepted keys: method, budget, window"),
     ({1: 2}, "1 = ", "strings"),
 ]
@@ -105,6 +107,12 @@ def test_whole_fraction_stays_a_fraction() -> None:
 def test_config_is_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         EvictionConfig().window = 8
+
+
+def test_a_server_may_evict_by_default_or_where_requests_choose_the_method() -> None:
+    assert EvictionConfig(method="snapkv").may_evict
+    assert EvictionConfig.parse({"method": "none", "allow_override": ["method"]}).may_evict
+    assert not EvictionConfig.parse({"method": "none", "allow_override": ["budget"]}).may_evict
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)

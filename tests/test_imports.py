@@ -14,6 +14,7 @@ NAME = "vllm_kvselect"
 
 LEFT_TO_RIGHT = (
     ("config",),
+    ("request",),
     ("retention",),
     ("scoring",),
     ("allocation",),
@@ -28,13 +29,13 @@ LEFT_TO_RIGHT = (
 )
 """Later parts may import earlier ones, never the other way round."""
 
-APART = ("cli", "tiny_model", "evaluation")
+APART = ("cli", "tiny_model", "top", "evaluation")
 """Parts that use the others but that nothing among LEFT_TO_RIGHT may import."""
 
 USES_VLLM_LIKE_ANYONE = ("evaluation",)
 """May import vLLM's public names (`from vllm import LLM`), as any user of vLLM does."""
 
-WITHOUT_TORCH = ("config", "retention")
+WITHOUT_TORCH = ("config", "request", "retention")
 WITH_TORCH = (
     "scoring.at_random",
     "scoring.defensivekv",
@@ -103,7 +104,7 @@ def loaded_parts(loaded: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_config_and_retention_load_neither_torch_nor_vllm(module: str) -> None:
+def test_config_request_and_retention_load_neither_torch_nor_vllm(module: str) -> None:
     loaded = run_fresh(f"import {NAME}.{module}")
     assert f"{NAME}.{module}" in loaded
     assert not {"torch", "vllm", "numpy"} & loaded

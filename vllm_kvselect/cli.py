@@ -1,5 +1,6 @@
-"""The command `vllm-kvselect`: the small model, the methods, and what a plan would free."""
+"""The command `vllm-kvselect`: the small model, the methods, a plan, a view of a server."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from vllm_kvselect import __version__
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.retention import plan
 from vllm_kvselect.tiny_model import TinyModelError, tiny_model
+from vllm_kvselect.top import Snapshot, TopError, render, watch
 
 
 class _Group(TyperGroup):
@@ -21,7 +23,7 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (ConfigError, TinyModelError) as error:
+        except (ConfigError, TinyModelError, TopError) as error:
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(2) from None
 
@@ -68,6 +70,21 @@ def methods_command() -> None:
         refusal = f"; not served yet: {method.unserved}" if method.unserved else ""
         table.add_row(name, method.summary, method.cost, method.limits + refusal, method.paper)
     Console().print(table)
+
+
+@app.command("top")
+def top_command(
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://localhost:8000",
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between frames.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and stop.")] = False,
+) -> None:
+    """Watch a running server: blocks used and saved, requests running and waiting."""
+    console = Console()
+    if once:
+        console.print(render(Snapshot.fetch(url)))
+        return
+    with suppress(KeyboardInterrupt):
+        watch(url, interval, console)
 
 
 @app.command("plan")

@@ -28,6 +28,10 @@ MethodName = Literal[
 ]
 METHOD_NAMES: tuple[str, ...] = get_args(MethodName)
 
+OverrideName = Literal["method", "budget"]
+OVERRIDE_NAMES: tuple[str, ...] = get_args(OverrideName)
+"""Fields that a request may change, where the server allows it."""
+
 CONFIG_KEY = "kv_eviction"
 """Key of this configuration in `VllmConfig.additional_config`."""
 
@@ -69,6 +73,8 @@ class EvictionConfig(BaseModel):
         lam: Weight, in windows, of the even prior with which ThetaKV smooths attention.
         num_sinks: First tokens that `streaming-llm` retains besides the latest ones.
         seed: Seed of `random`.
+        allow_override: Fields that a request may change for itself (see `vllm_kvselect.request`).
+            None by default: clients then cannot ask for more memory than the operator planned.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -89,6 +95,7 @@ class EvictionConfig(BaseModel):
     lam: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
     num_sinks: Annotated[int, Field(ge=0)] = 4
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    allow_override: tuple[OverrideName, ...] = ()
 
     @field_validator("budget")
     @classmethod
@@ -111,10 +118,21 @@ class EvictionConfig(BaseModel):
             raise ValueError("the pooling kernel is centred on a token, so its width is odd")
         return kernel_size
 
+    @field_validator("allow_override", mode="before")
+    @classmethod
+    def _names_as_a_tuple(cls, names: Any) -> Any:
+        # YAML and JSON know lists only; the strict model would refuse them.
+        return tuple(names) if isinstance(names, list) else names
+
     @property
     def enabled(self) -> bool:
-        """Whether anything is ever dropped."""
+        """Whether anything is dropped."""
         return self.method != "none"
+
+    @property
+    def may_evict(self) -> bool:
+        """Whether a server with these defaults ever drops anything, for some request at least."""
+        return self.enabled or "method" in self.allow_override
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:

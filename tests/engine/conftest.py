@@ -18,6 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.engine.server import serving
 from vllm_kvselect.tiny_model import tiny_model
 
 BLOCK_SIZE = 32
@@ -63,14 +64,19 @@ class Engine:
         context = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context
         return [layer.impl for layer in context.values()]
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 32) -> list[Answer]:
-        """Greedy answers to the prompts, all in one batch."""
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 32,
+        extra_args: Sequence[dict[str, Any] | None] | None = None,
+    ) -> list[Answer]:
+        """Greedy answers to the prompts, all in one batch, each with its own `extra_args`."""
         return [
             Answer(
                 list(o.token_ids),
                 [e[t].logprob for t, e in zip(o.token_ids, o.logprobs, strict=True)],
             )
-            for o in self.outputs(prompts, max_tokens, logprobs=0)
+            for o in self.outputs(prompts, max_tokens, extra_args, logprobs=0)
         ]
 
     def generate_alone(
@@ -80,10 +86,17 @@ class Engine:
         return [self.generate([prompt], max_tokens)[0] for prompt in prompts]
 
     def outputs(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 32, **sampling: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 32,
+        extra_args: Sequence[dict[str, Any] | None] | None = None,
+        **sampling: Any,
     ) -> list[Any]:
         settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **sampling}
-        params = SamplingParams(max_tokens=max_tokens, **settings)
+        params = [
+            SamplingParams(max_tokens=max_tokens, extra_args=own, **settings)
+            for own in extra_args or [None] * len(prompts)
+        ]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         results = self.llm.generate(inputs, params, use_tqdm=False)
         return [result.outputs[0] for result in results]
@@ -147,6 +160,15 @@ def shallow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server that lets requests choose; its tests are in the xdist group `server`."""
+    options = ["--kv-eviction", "adakv-perturb", "--kv-eviction-budget", "256"]
+    options += ["--kv-eviction-allow-override", "method,budget"]
+    with serving(tmp_path_factory.mktemp("server"), *options) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

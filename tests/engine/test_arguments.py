@@ -30,6 +30,22 @@ def test_options_reach_every_process_in_additional_config(tmp_path: Path) -> Non
     assert config.cache_config.block_size == 32
 
 
+def test_options_reach_processes_that_load_plugins_after_reading_the_command_line() -> None:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", str(tiny_model()), "--kv-eviction", "snapkv"])
+    AsyncEngineArgs.from_cli_args(args)
+    later: Any = EngineArgs.from_cli_args.__wrapped__(AsyncEngineArgs, args)  # vLLM's own
+    assert later.additional_config == {"kv_eviction": {"method": "snapkv"}}
+
+
+def test_overrides_are_a_list_of_names() -> None:
+    command = ["--kv-eviction", "none", "--kv-eviction-allow-override", "method,budget"]
+    args = parse(*command)
+    assert args.additional_config["kv_eviction"]["allow_override"] == ["method", "budget"]
+    config: Any = args.create_engine_config()
+    assert config.parallel_config.worker_cls.endswith("EvictionCPUWorker")
+
+
 def test_a_budget_of_one_is_an_entry_and_one_point_zero_is_everything() -> None:
     for text, budget in (("1024", 1024), ("0.2", 0.2), ("1", 1), ("1.0", 1.0)):
         args = parse("--kv-eviction", "adakv", "--kv-eviction-budget", text)
@@ -46,6 +62,10 @@ def test_a_budget_of_one_is_an_entry_and_one_point_zero_is_everything() -> None:
         (("--kv-eviction", "adakv", "--kv-eviction-budget", "many"), "invalid"),
         (("--kv-eviction", "adakv", "--kv-eviction-window", "0"), "window = 0 is not accepted"),
         (("--kv-eviction", "adakv", "--kv-eviction-alpha", "2"), "alpha = 2.0 is not accepted"),
+        (
+            ("--kv-eviction", "adakv", "--kv-eviction-allow-override", "window"),
+            "allow_override = 'window' is not accepted",
+        ),
     ],
 )
 def test_bad_options_end_with_one_line(

@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.block_manager import HeadwiseManager
 from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.retention import plan
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 EVICTION = EvictionConfig(budget=64, window=8)
@@ -23,18 +24,21 @@ EVICTION = EvictionConfig(budget=64, window=8)
 class Cache:
     """vLLM's cache manager with our spec, and the requests in it."""
 
-    def __init__(self, eviction: EvictionConfig = EVICTION) -> None:
+    def __init__(self, eviction: EvictionConfig = EVICTION, enable_caching: bool = True) -> None:
         load_general_plugins()
         init_none_hash(sha256)
         shape: dict[str, Any] = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
         spec = HeadwiseSpec(block_size=BLOCK_SIZE, eviction=eviction, **shape)
         config = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
-        self.kv = KVCacheManager(config, 4096, BLOCK_SIZE, BLOCK_SIZE)
+        self.kv = KVCacheManager(
+            config, 4096, BLOCK_SIZE, BLOCK_SIZE, enable_caching=enable_caching
+        )
         (self.manager,) = self.kv.coordinator.single_type_managers
 
-    def request(self, name: str, prompt: list[int]) -> Request:
+    def request(self, name: str, prompt: list[int], **extra_args: Any) -> Request:
         hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-        return Request(name, prompt, SamplingParams(max_tokens=99), None, block_hasher=hasher)
+        params = SamplingParams(max_tokens=99, extra_args=extra_args or None)
+        return Request(name, prompt, params, None, block_hasher=hasher)
 
     def schedule(self, request: Request, num_tokens: int) -> int:
         """Schedules tokens as the scheduler does; returns how many the prefix cache gave."""
@@ -90,7 +94,7 @@ def test_blocks_are_freed_in_the_step_after_the_prompt(length: int, chunk: int) 
     while request.num_computed_tokens < length:
         cache.schedule(request, chunk)
         assert 0 not in cache.table(request)
-    before, retention_plan = cache.table(request), cache.manager.plan(length)
+    before, retention_plan = cache.table(request), plan(length, BLOCK_SIZE, EVICTION)
     assert retention_plan is not None
     cache.decode(request, 1)
     first_packed = retention_plan.first_packed
@@ -108,7 +112,7 @@ def test_packed_and_later_blocks_are_never_hashed() -> None:
     request = cache.request("a", list(range(300)))
     cache.schedule(request, 300)
     cache.decode(request, 60)
-    retention_plan = cache.manager.plan(300)
+    retention_plan = plan(300, BLOCK_SIZE, EVICTION)
     assert retention_plan is not None
     blocks = cache.manager.req_to_blocks["a"]
     assert all(block.block_hash is None for block in blocks[retention_plan.first_packed :])
@@ -119,7 +123,7 @@ def test_freed_blocks_serve_other_requests_from_the_prefix_cache() -> None:
     first = cache.request("a", list(range(300)))
     cache.schedule(first, 300)
     cache.decode(first, 5)
-    retention_plan = cache.manager.plan(300)
+    retention_plan = plan(300, BLOCK_SIZE, EVICTION)
     assert retention_plan is not None
     cap = retention_plan.first_packed * BLOCK_SIZE
     same, longer = cache.request("b", list(range(300))), cache.request("c", list(range(400)))
@@ -127,7 +131,7 @@ def test_freed_blocks_serve_other_requests_from_the_prefix_cache() -> None:
     assert cache.schedule(longer, 400) == cap
     assert not set(cache.table(same)[cap // BLOCK_SIZE :]) & set(cache.table(longer))
     shorter = cache.request("d", list(range(200)))
-    assert cache.schedule(shorter, 200) == cache.manager.plan(200).first_packed * BLOCK_SIZE
+    assert cache.schedule(shorter, 200) == plan(200, BLOCK_SIZE, EVICTION).first_packed * BLOCK_SIZE
 
 
 def test_resumed_request_is_capped_by_its_prompt_not_by_its_length() -> None:
@@ -137,7 +141,7 @@ def test_resumed_request_is_capped_by_its_prompt_not_by_its_length() -> None:
     cache.decode(request, 100)
     cache.kv.free(request)
     request.num_computed_tokens = 0
-    retention_plan = cache.manager.plan(300)
+    retention_plan = plan(300, BLOCK_SIZE, EVICTION)
     assert retention_plan is not None
     assert cache.schedule(request, 1000) == retention_plan.first_packed * BLOCK_SIZE
     assert request.num_computed_tokens == 400
@@ -148,10 +152,67 @@ def test_resumed_request_is_capped_by_its_prompt_not_by_its_length() -> None:
 def test_prompts_that_drop_nothing_are_vllms_own() -> None:
     cache = Cache()
     request = cache.request("a", list(range(72)))
-    assert cache.manager.plan(72) is None
+    assert plan(72, BLOCK_SIZE, EVICTION) is None
     cache.schedule(request, 72)
     cache.decode(request, 30)
     assert 0 not in cache.table(request)
     blocks = cache.manager.req_to_blocks["a"]
     assert all(block.block_hash is not None for block in blocks[: 102 // BLOCK_SIZE])
     assert cache.schedule(cache.request("b", list(range(72))), 72) == 64
+
+
+def test_every_request_is_planned_with_its_own_settings() -> None:
+    cache = Cache(EvictionConfig(budget=64, window=8, allow_override=("method", "budget")))
+    settings: list[dict[str, Any]] = [
+        {},
+        {"kv_eviction_budget": 128},
+        {"kv_eviction": "snapkv", "kv_eviction_budget": 0.5},
+        {"kv_eviction": "none"},
+    ]
+    budgets = [64, 128, 0.5, None]
+    for number, (extra_args, budget) in enumerate(zip(settings, budgets, strict=True)):
+        prompt = list(range(1000 * number, 1000 * number + 300))
+        request = cache.request(f"r{number}", prompt, **extra_args)
+        cache.schedule(request, 300)
+        cache.decode(request, 20)
+        own = budget and plan(300, BLOCK_SIZE, EvictionConfig(budget=budget, window=8))
+        num_freed = own.first_packed if own else 0
+        assert cache.table(request).count(0) == num_freed
+        blocks = cache.manager.req_to_blocks[request.request_id]
+        hashed = [block.block_hash is not None for block in blocks[num_freed : 320 // BLOCK_SIZE]]
+        assert all(hashed) if own is None else not any(hashed)
+        again = cache.request(f"again{number}", prompt, **extra_args)
+        assert cache.schedule(again, 300) == (num_freed * BLOCK_SIZE if own else 288)
+        cache.kv.free(again)
+        cache.kv.free(request)
+        cache.check()
+    assert cache.num_free == NUM_BLOCKS - 1
+    assert not cache.manager._plans
+
+
+@pytest.mark.parametrize("enable_caching", [True, False])
+def test_blocks_are_freed_with_and_without_prefix_caching(enable_caching: bool) -> None:
+    cache = Cache(enable_caching=enable_caching)
+    request = cache.request("a", list(range(300)))
+    cache.schedule(request, 300)
+    cache.decode(request, 1)
+    retention_plan = plan(300, BLOCK_SIZE, EVICTION)
+    assert retention_plan is not None
+    assert cache.table(request).count(0) == retention_plan.first_packed
+
+
+def test_a_request_that_ends_before_it_has_blocks_leaves_nothing_behind() -> None:
+    cache = Cache()
+    request = cache.request("a", list(range(300)))
+    cache.kv.get_computed_blocks(request)
+    assert cache.manager._plans
+    cache.kv.free(request)
+    assert not cache.manager._plans
+
+
+def test_settings_that_the_front_end_refuses_drop_nothing_here() -> None:
+    cache = Cache()
+    request = cache.request("a", list(range(300)), kv_eviction_budget=32)
+    cache.schedule(request, 300)
+    cache.decode(request, 20)
+    assert 0 not in cache.table(request)

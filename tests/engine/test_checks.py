@@ -128,6 +128,12 @@ def test_speculative_decoding_is_refused() -> None:
         create({}, speculative_config=ngram)
 
 
+def test_the_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(ConfigError, match=r"Rust front end.*is not supported; switch it off"):
+        create({})
+
+
 def test_kv_connectors_are_refused() -> None:
     connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     with pytest.raises(ConfigError, match=r"KV connectors.*is not supported; switch it off"):

@@ -110,7 +110,7 @@ def retain_everything(
 @pytest.fixture
 def everything_retained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_kvselect.engine.block_manager.plan", retain_everything)
-    monkeypatch.setattr("vllm_kvselect.engine.batch.plan", retain_everything)
+    monkeypatch.setattr("vllm_kvselect.engine.prompts.plan", retain_everything)
 
 
 @pytest.mark.usefixtures("everything_retained")

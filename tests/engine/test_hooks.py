@@ -1,21 +1,30 @@
 """Each hook does what its upstream diff would do, and knows what it replaces."""
 
 import importlib.util
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import vllm
+from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMClientError
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.engine import input_processor
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics import loggers
 
 from vllm_kvselect.config import ConfigError
-from vllm_kvselect.engine import arguments, hooks
+from vllm_kvselect.engine import arguments, hooks, metrics, requests
 from vllm_kvselect.engine.block_manager import HeadwiseManager
 from vllm_kvselect.tiny_model import tiny_model
 
@@ -102,8 +111,11 @@ def test_cache_hit_hook_does_what_its_patch_does(load_patched: Any) -> None:
             manager = object.__new__(HeadwiseManager)
             manager.block_size = 32
             manager.eviction = arguments.EvictionConfig(method="adakv", budget=128)
+            manager._plans = {}
             num_tokens = num_prompt_tokens + num_generated
             request = SimpleNamespace(
+                request_id="a",
+                sampling_params=None,
                 num_tokens=num_tokens,
                 num_prompt_tokens=num_prompt_tokens,
                 block_hashes=[f"block {i}" for i in range(num_tokens // 32)],
@@ -119,15 +131,74 @@ def test_cache_hit_hook_does_what_its_patch_does(load_patched: Any) -> None:
                 kv_cache_manager.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
                 kv_cache_manager.empty_kv_cache_blocks = None
                 blocks, num_hit, boundary = kv_cache_manager.get_computed_blocks(request)
-                results.append((blocks and blocks.blocks, num_hit, boundary))
+                results.append((blocks and blocks.blocks, num_hit, boundary, manager._plans))
+                manager._plans = {}
             assert results[0] == results[1]
-            assert results[0][1] <= manager.max_cache_hit_tokens(request)
+            assert results[0][1] <= manager.admit(request)
+
+
+def test_both_see_requests_that_do_not_read_the_prefix_cache(load_patched: Any) -> None:
+    patched = load_patched("0002", "v1/core/kv_cache_manager.py")
+    for manager_class in (KVCacheManager, patched.KVCacheManager):
+        kv_cache_manager, admitted = object.__new__(manager_class), []
+        manager = SimpleNamespace(admit=lambda request, to=admitted: to.append(request) or 32)
+        kv_cache_manager.coordinator = SimpleNamespace(single_type_managers=(manager,))
+        kv_cache_manager.enable_caching = False
+        kv_cache_manager.empty_kv_cache_blocks = None
+        request = SimpleNamespace(num_tokens=500)
+        assert kv_cache_manager.get_computed_blocks(request) == (None, 0, 0)
+        assert admitted == [request]
 
 
 def test_base_manager_of_the_patch_leaves_every_token_to_the_cache(load_patched: Any) -> None:
     patched = load_patched("0002", "v1/core/single_type_kv_cache_manager.py")
     manager = object.__new__(patched.FullAttentionManager)
-    assert manager.max_cache_hit_tokens(SimpleNamespace(num_tokens=77)) == 77
+    assert manager.admit(SimpleNamespace(num_tokens=77)) == 77
+
+
+@pytest.fixture
+def eviction_config() -> VllmConfig:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", str(tiny_model()), *COMMAND])
+    return EngineArgs.from_cli_args(args).create_engine_config()
+
+
+def test_request_hook_does_what_its_patch_does(
+    load_patched: Any, eviction_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_patched("0003", "v1/engine/input_processor.py").REQUEST_CHECKS == []
+    monkeypatch.setattr(input_processor, "REQUEST_CHECKS", [requests.check_request], raising=False)
+    patched_async = load_patched("0003", "v1/engine/async_llm.py")
+    patched = load_patched("0003", "v1/engine/llm_engine.py")
+    good, bad = SamplingParams(), SamplingParams(extra_args={"kv_eviction_budget": 0})
+    prompt = {"prompt_token_ids": [1]}
+    for engine_class in (AsyncLLM, patched_async.AsyncLLM):
+        engine = SimpleNamespace(vllm_config=eviction_config, logger_manager=None)
+        with pytest.raises(VLLMClientError, match="kv_eviction_budget = 0"):
+            engine_class.generate(engine, prompt, bad, "a")  # before its first item
+        assert inspect.isasyncgen(engine_class.generate(engine, prompt, good, request_id="a"))
+    for engine_class in (LLMEngine, patched.LLMEngine):
+        engine = Mock(vllm_config=eviction_config, logger_manager=None)
+        with pytest.raises(VLLMClientError, match="kv_eviction_budget = 0"):
+            engine_class.add_request(engine, "a", prompt, bad)
+        engine.input_processor.process_inputs.assert_not_called()
+        engine_class.add_request(engine, "a", prompt, params=good)
+        engine.engine_core.add_request.assert_called_once()
+
+
+def test_stat_logger_hook_does_what_its_patch_does(
+    load_patched: Any, eviction_config: VllmConfig
+) -> None:
+    patched = load_patched("0004", "v1/metrics/loggers.py")
+    patched.STAT_LOGGERS.append(metrics.stat_logger)
+    stock = EngineArgs(model=str(tiny_model()), max_model_len=2048).create_engine_config()
+    for config, expected in (
+        (eviction_config, ["EvictionStatLogger", "PrometheusStatLogger"]),
+        (stock, ["PrometheusStatLogger"]),
+    ):
+        for module in (loggers, patched):
+            manager = module.StatLoggerManager(config, enable_default_loggers=False)
+            assert [type(one).__name__ for one in manager.stat_loggers] == expected
 
 
 def test_known_sources_are_those_of_the_installed_vllm() -> None:
@@ -157,6 +228,13 @@ def test_unknown_vllm_is_refused_only_when_eviction_is_asked_for(
 
 def test_installing_twice_changes_nothing() -> None:
     hooks.install()
-    before = EngineArgs.create_engine_config, KVCacheManager.get_computed_blocks
+    hooked = (
+        (EngineArgs, "create_engine_config"),
+        (KVCacheManager, "get_computed_blocks"),
+        (AsyncLLM, "generate"),
+        (LLMEngine, "add_request"),
+        (loggers.StatLoggerManager, "__init__"),
+    )
+    before = [getattr(owner, name) for owner, name in hooked]
     hooks.install()
-    assert (EngineArgs.create_engine_config, KVCacheManager.get_computed_blocks) == before
+    assert [getattr(owner, name) for owner, name in hooked] == before

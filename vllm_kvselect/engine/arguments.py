@@ -13,7 +13,13 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import get_dtype_size
 
-from vllm_kvselect.config import CONFIG_KEY, METHOD_NAMES, ConfigError, EvictionConfig
+from vllm_kvselect.config import (
+    CONFIG_KEY,
+    METHOD_NAMES,
+    OVERRIDE_NAMES,
+    ConfigError,
+    EvictionConfig,
+)
 from vllm_kvselect.engine.checks import refuse_unsupported
 from vllm_kvselect.retention import budget_entries, plan
 
@@ -60,6 +66,13 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help="Share of the budget that the first of two stages fills ('-perturb' methods).",
     )
     group.add_argument(
+        "--kv-eviction-allow-override",
+        type=lambda text: _field("allow_override", text.split(",")),
+        metavar="FIELD[,FIELD]",
+        help=f"What a request may choose for itself: {', '.join(OVERRIDE_NAMES)}. Nothing by "
+        "default.",
+    )
+    group.add_argument(
         "--kv-eviction-config",
         metavar="FILE",
         help="YAML file with these and further settings; options on the command line win.",
@@ -69,9 +82,12 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 def from_cli_args(engine_args: EngineArgs, args: argparse.Namespace) -> None:
     """Hands the options to the engine: they travel to every process in `additional_config`.
 
+    With several API servers vLLM gives each of them the command line before it loads plugins there,
+    so the options are written there too, as if they had come in `--additional-config`.
+
     Args:
         engine_args: vLLM's engine arguments, changed in place.
-        args: The parsed command line.
+        args: The parsed command line, changed in place.
 
     Raises:
         ConfigError: If the file is unreadable or an option is given without a method.
@@ -79,7 +95,8 @@ def from_cli_args(engine_args: EngineArgs, args: argparse.Namespace) -> None:
     values = _values(args)
     if values is not None:
         additional = engine_args.additional_config or {}
-        engine_args.additional_config = {**additional, CONFIG_KEY: values}
+        args.additional_config = {**additional, CONFIG_KEY: values}
+        engine_args.additional_config = args.additional_config
 
 
 def _values(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -90,14 +107,14 @@ def _values(args: argparse.Namespace) -> dict[str, Any] | None:
     """
     flags = {
         name: value
-        for name in ("method", "budget", "window", "alpha")
+        for name in ("method", "budget", "window", "alpha", "allow_override")
         if (value := getattr(args, f"kv_eviction_{name}", None)) is not None
     }
     path = getattr(args, "kv_eviction_config", None)
     if path is not None:
         return EvictionConfig.read_file(path) | flags
     if flags and "method" not in flags:
-        names = ", ".join(f"--kv-eviction-{name}" for name in flags)
+        names = ", ".join(f"--kv-eviction-{name.replace('_', '-')}" for name in flags)
         raise ConfigError(
             f"{names} has no effect without --kv-eviction; accepted methods: "
             f"{', '.join(METHOD_NAMES)}"
@@ -126,7 +143,17 @@ def requested(engine_args: EngineArgs) -> EvictionConfig | None:
             '{"method": "adakv-perturb", "budget": 1024}'
         )
     eviction = EvictionConfig.parse(values)
-    return eviction if eviction.enabled else None
+    return eviction if eviction.may_evict else None
+
+
+def server_config(vllm_config: VllmConfig) -> EvictionConfig | None:
+    """The eviction of an engine that was configured, or None for a stock one."""
+    additional = vllm_config.additional_config
+    # vLLM lets a platform put an object of its own here.
+    if not isinstance(additional, dict) or CONFIG_KEY not in additional:
+        return None
+    eviction = EvictionConfig.parse(additional[CONFIG_KEY])
+    return eviction if eviction.may_evict else None
 
 
 def before_engine_config(engine_args: EngineArgs) -> None:
@@ -164,25 +191,31 @@ def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
 
 def describe(vllm_config: VllmConfig, eviction: EvictionConfig) -> str:
     """One line on what is retained and what that frees, for a prompt of `max_model_len`."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    num_tokens, block_size = model.max_model_len, vllm_config.cache_config.block_size
-    block_bytes = (
-        block_size
-        * model.get_num_layers(parallel)
-        * model.get_num_kv_heads(parallel)
-        * 2
-        * model.get_head_size()
-        * get_dtype_size(model.dtype)
-    )
+    num_tokens = vllm_config.model_config.max_model_len
+    block_size = vllm_config.cache_config.block_size
+    num_bytes = block_bytes(vllm_config)
     num_blocks = -(-num_tokens // block_size)
     retention_plan = plan(num_tokens, block_size, eviction)
     num_freed = retention_plan.first_packed if retention_plan else 0
+    choice = ""
+    if eviction.allow_override:
+        choice = f"; requests may choose their {' and '.join(eviction.allow_override)}"
+    if not eviction.enabled:
+        return f"KV eviction none: retains everything{choice}"
     return (
         f"KV eviction {eviction.method}: retains {budget_entries(num_tokens, eviction)} entries "
         f"per KV head and layer (window {eviction.window} included) of a prompt of {num_tokens} "
         f"tokens; frees {num_freed} of its {num_blocks} blocks, "
-        f"{num_freed * block_bytes / 2**20:.1f} of {num_blocks * block_bytes / 2**20:.1f} MiB"
+        f"{num_freed * num_bytes / 2**20:.1f} of {num_blocks * num_bytes / 2**20:.1f} MiB{choice}"
     )
+
+
+def block_bytes(vllm_config: VllmConfig) -> int:
+    """Bytes that a block takes in all layers of a rank."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    entries = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel)
+    entry_bytes = 2 * model.get_head_size() * get_dtype_size(model.dtype)
+    return vllm_config.cache_config.block_size * entries * entry_bytes
 
 
 def _number(text: str) -> int | float:
@@ -193,7 +226,7 @@ def _number(text: str) -> int | float:
         return float(text)
 
 
-def _field(name: str, value: int | float) -> int | float:
+def _field(name: str, value: Any) -> Any:
     """Validates one field, so that the parser reports it like any other bad argument."""
     try:
         EvictionConfig.parse({name: value})

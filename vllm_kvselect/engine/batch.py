@@ -4,7 +4,6 @@ A request's chunk is cut at the end of its prompt: up to there vLLM's attention 
 cache, beyond it the tokens read the retained entries only. Rows without a plan stay vLLM's.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,12 +13,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvselect.compaction import packed_slots
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.prompts import Prompt, PromptsOf
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.page_table import PageTable, headwise_page_table
-from vllm_kvselect.retention import RetentionPlan, plan
-
-PromptLens = Callable[[CommonAttentionMetadata], np.ndarray]
-"""Prompt lengths `[num_reqs]` of a batch's rows, from the model runner that holds them."""
+from vllm_kvselect.retention import RetentionPlan
 
 Tokens = slice | torch.Tensor
 """Token indices into a batch: a slice where they are consecutive, so that nothing is copied."""
@@ -34,14 +31,14 @@ class Rows(NamedTuple):
         seq_lens: Tokens of the request after this step.
         prompt_lens: Prompt lengths; the sequence length for rows without a plan, so that all their
             tokens count as prompt.
-        plans: Retention plan of each row, or None.
+        prompts: Prompt of each row, with its plan.
     """
 
     query_start: np.ndarray
     query_lens: np.ndarray
     seq_lens: np.ndarray
     prompt_lens: np.ndarray
-    plans: list[RetentionPlan | None]
+    prompts: list[Prompt]
 
     @property
     def num_computed(self) -> np.ndarray:
@@ -56,7 +53,7 @@ class Rows(NamedTuple):
     @property
     def completing(self) -> np.ndarray:
         """Rows whose chunk reaches the end of a prompt that drops entries, bool."""
-        planned = np.array([plan is not None for plan in self.plans], dtype=bool)
+        planned = np.array([prompt.plan is not None for prompt in self.prompts], dtype=bool)
         return planned & (self.stock_lens > 0) & (self.seq_lens >= self.prompt_lens)
 
 
@@ -65,6 +62,7 @@ class Completion:
     """A row whose prompt is complete in this step: its entries are to be selected and packed.
 
     Attributes:
+        eviction: The request's own configuration.
         plan: The retention plan.
         blocks: Block ids of the whole prompt, int64.
         first_packed_block: Id of the first packed block, the key of the state.
@@ -77,6 +75,7 @@ class Completion:
             `[num_layers, n, num_heads, head_size]`, or None.
     """
 
+    eviction: EvictionConfig
     plan: RetentionPlan
     blocks: torch.Tensor
     first_packed_block: int
@@ -176,7 +175,7 @@ def headwise_batch(
     Returns:
         The sequences, still without page tables.
     """
-    plans = np.array([rows.plans[row] for row in chosen], dtype=np.int64)
+    plans = np.array([rows.prompts[row].plan for row in chosen], dtype=np.int64)
     stock_lens = rows.stock_lens[chosen]
     lens = rows.query_lens[chosen] - stock_lens
     starts = rows.query_start[chosen] + stock_lens
@@ -217,9 +216,9 @@ class Splitter:
     """Splits the batches of one group of layers.
 
     Args:
-        eviction: The configuration.
+        window: Length of the observation window, the same for all requests.
         state: State of the group's layers.
-        prompt_lens: Gives the prompt lengths of a batch.
+        prompts_of: Gives the prompts of a batch.
         block_size: Tokens per block.
         num_kv_heads: KV heads on this rank.
         query_shape: Shape of one token's queries, `(num_heads, head_size)`.
@@ -228,15 +227,15 @@ class Splitter:
 
     def __init__(
         self,
-        eviction: EvictionConfig,
+        window: int,
         state: RetentionState,
-        prompt_lens: PromptLens,
+        prompts_of: PromptsOf,
         block_size: int,
         num_kv_heads: int,
         query_shape: tuple[int, int],
         dtype: torch.dtype,
     ) -> None:
-        self._eviction, self._state, self._prompt_lens = eviction, state, prompt_lens
+        self._window, self._state, self._prompts_of = window, state, prompts_of
         self._block_size, self._num_kv_heads = block_size, num_kv_heads
         self._query_shape, self._dtype = query_shape, dtype
 
@@ -250,9 +249,7 @@ class Splitter:
         if not completing.any() and not settled.size and not windows:
             return None
         completions = [
-            self._completion(rows, row, retention_plan, block_table)
-            for row, retention_plan in enumerate(rows.plans)
-            if completing[row] and retention_plan is not None
+            self._completion(rows, int(row), block_table) for row in np.flatnonzero(completing)
         ]
         if not settled.size:
             return Split(common, None, completions, windows, None)
@@ -265,21 +262,23 @@ class Splitter:
     def _rows(self, common: CommonAttentionMetadata) -> Rows:
         query_start = common.query_start_loc_cpu.numpy().astype(np.int64)
         seq_lens = common.seq_lens.numpy().astype(np.int64)
-        prompt_lens = self._prompt_lens(common).astype(np.int64)
-        plans = [plan(int(n), self._block_size, self._eviction) for n in prompt_lens]
-        planned = np.array([p is not None for p in plans], dtype=bool)
+        prompts = self._prompts_of(common)
+        prompt_lens = [
+            length if prompt.plan is None else prompt.num_tokens
+            for prompt, length in zip(prompts, seq_lens, strict=True)
+        ]
         return Rows(
             query_start=query_start[:-1],
             query_lens=np.diff(query_start),
             seq_lens=seq_lens,
-            prompt_lens=np.where(planned, prompt_lens, seq_lens),
-            plans=plans,
+            prompt_lens=np.array(prompt_lens, dtype=np.int64),
+            prompts=prompts,
         )
 
-    def _completion(
-        self, rows: Rows, row: int, retention_plan: RetentionPlan, block_table: torch.Tensor
-    ) -> Completion:
-        num_prompt_tokens, window = int(rows.prompt_lens[row]), self._eviction.window
+    def _completion(self, rows: Rows, row: int, block_table: torch.Tensor) -> Completion:
+        prompt = rows.prompts[row]
+        retention_plan, num_prompt_tokens, window = prompt.plan, prompt.num_tokens, self._window
+        assert retention_plan is not None
         blocks = block_table[row, : -(-num_prompt_tokens // self._block_size)].to(torch.int64)
         first_packed_block = int(blocks[retention_plan.first_packed])
         start = int(rows.query_start[row])
@@ -288,7 +287,9 @@ class Splitter:
         num_earlier = num_computed - (num_prompt_tokens - window)
         earlier = self._state.window(first_packed_block, num_earlier)
         self._state.close_window(first_packed_block)
+        self._state.completed.append(prompt)
         return Completion(
+            eviction=prompt.eviction,
             plan=retention_plan,
             blocks=blocks,
             first_packed_block=first_packed_block,
@@ -305,12 +306,12 @@ class Splitter:
 
     def _partial_windows(self, rows: Rows, block_table: torch.Tensor) -> list[PartialWindow]:
         """Chunks that end after the window's first token and before the prompt's last."""
-        window_start = rows.prompt_lens - self._eviction.window
+        window_start = rows.prompt_lens - self._window
         partial = (rows.seq_lens > window_start) & (rows.seq_lens < rows.prompt_lens)
         found = [
             self._partial_window(rows, row, int(window_start[row]), int(block_table[row, first]))
             for row in np.flatnonzero(partial)
-            if (first := _first_packed(rows.plans[row])) is not None
+            if (first := _first_packed(rows.prompts[row].plan)) is not None
         ]
         return [window for window in found if window is not None]
 
@@ -319,7 +320,7 @@ class Splitter:
     ) -> PartialWindow | None:
         num_computed, seq_len = int(rows.num_computed[row]), int(rows.seq_lens[row])
         if num_computed <= window_start:
-            shape = (self._state.num_layers, self._eviction.window, *self._query_shape)
+            shape = (self._state.num_layers, self._window, *self._query_shape)
             self._state.open_window(first_packed_block, shape, self._dtype)
         first = max(0, num_computed - window_start)
         window = self._state.window(first_packed_block, first)

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
+from vllm_kvselect.request import planned_config
 from vllm_kvselect.retention import RetentionPlan, plan
 
 if TYPE_CHECKING:
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
 class HeadwiseManager(FullAttentionManager):
     """Frees the blocks before the packed ones and keeps the packed ones private.
 
-    A request whose prompt drops nothing has no plan and is treated as vLLM treats it.
+    A request whose prompt drops nothing has no plan and is treated as vLLM treats it. Every request
+    is planned with its own settings.
 
     Args:
         kv_cache_spec: The group's spec, with the eviction configuration.
@@ -25,28 +28,41 @@ class HeadwiseManager(FullAttentionManager):
     def __init__(self, kv_cache_spec: "HeadwiseSpec", **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.eviction = kv_cache_spec.eviction
+        self._plans: dict[str, RetentionPlan] = {}
 
-    def plan(self, num_prompt_tokens: int) -> RetentionPlan | None:
-        """The plan of a prompt, the same that the workers compute."""
-        return plan(num_prompt_tokens, self.block_size, self.eviction)
+    def plan(self, request: Request) -> RetentionPlan | None:
+        """The plan of a request's prompt, the same that the workers compute.
 
-    def max_cache_hit_tokens(self, request: Request) -> int:
-        """Tokens of a request that may come from the prefix cache.
+        The prompt's length counts: a preempted request resumes with more tokens than its prompt,
+        but its plan is still the same.
+        """
+        params = request.sampling_params
+        eviction = planned_config(self.eviction, params.extra_args if params else None)
+        return plan(request.num_prompt_tokens, self.block_size, eviction)
+
+    def admit(self, request: Request) -> int:
+        """Plans a request before its blocks are allocated, for the first time or again.
 
         Packed blocks are overwritten, so they must be private, and the observation window's
-        queries must be computed. The prompt's length counts: a preempted request resumes with more
-        tokens than its prompt, but its plan is still the same.
+        queries must be computed: neither may come from the prefix cache.
 
         Args:
-            request: The request about to be scheduled for the first time, or again.
+            request: The request about to be scheduled.
 
         Returns:
-            A multiple of the block size below which a hit must stay; all tokens without a plan.
+            Tokens that may come from the prefix cache at most: a multiple of the block size, or all
+            tokens without a plan.
         """
-        retention_plan = self.plan(request.num_prompt_tokens)
+        retention_plan = self.plan(request)
         if retention_plan is None:
             return request.num_tokens
+        self._plans[request.request_id] = retention_plan
         return retention_plan.first_packed * self.block_size
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """Forgets a request that ends or is preempted; its blocks are vLLM's to free."""
+        self._plans.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
 
     def cache_blocks(
         self,
@@ -60,9 +76,12 @@ class HeadwiseManager(FullAttentionManager):
 
         Those will be overwritten, or hold tokens generated from a context with dropped entries.
         """
+        retention_plan = self.plan(request)
+        if retention_plan is not None:
+            num_tokens = min(num_tokens, retention_plan.first_packed * self.block_size)
         super().cache_blocks(
             request,
-            min(num_tokens, self.max_cache_hit_tokens(request)),
+            num_tokens,
             retention_interval,
             replay_boundaries=replay_boundaries,
         )
@@ -79,6 +98,6 @@ class HeadwiseManager(FullAttentionManager):
         """
         if num_prompt_tokens is None or processed_computed_tokens < num_prompt_tokens:
             return
-        retention_plan = self.plan(num_prompt_tokens)
+        retention_plan = self._plans.get(request_id)
         if retention_plan is not None:
             self._remove_blocks_in_range(request_id, 0, retention_plan.first_packed)

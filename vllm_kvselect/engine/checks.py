@@ -1,5 +1,6 @@
 """What eviction cannot honour is refused at start-up, with the reason and what to do."""
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -23,11 +24,11 @@ def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> Non
         ConfigError: With every reason against it.
     """
     problems = [
-        *method_problems(eviction),
         *_platform_problems(vllm_config),
         *_model_problems(vllm_config),
         *_feature_problems(vllm_config),
-        *_budget_problems(vllm_config, eviction),
+        *_block_problems(vllm_config),
+        *settings_problems(vllm_config, eviction),
     ]
     if problems:
         raise ConfigError("kv_eviction cannot be used here: " + "; ".join(problems))
@@ -39,6 +40,19 @@ def method_problems(eviction: EvictionConfig) -> list[str]:
         return []
     served = ", ".join(repr(name) for name, method in METHODS.items() if not method.unserved)
     return [f"method = {eviction.method!r} cannot be served: {reason}; accepted: {served}"]
+
+
+def settings_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    """What stands against a method and a budget, of a server or of a single request.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        eviction: The validated configuration of eviction.
+
+    Returns:
+        One sentence for each problem, with what to do.
+    """
+    return [*method_problems(eviction), *_budget_problems(vllm_config, eviction)]
 
 
 def refuse_mixed_groups(kv_cache_config: KVCacheConfig) -> None:
@@ -104,6 +118,8 @@ def _feature_problems(vllm_config: VllmConfig) -> list[str]:
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype
         not in _plain_dtypes(vllm_config),
+        # Requests would not be checked, nor refusals counted: the plugin's front end is Python.
+        "the Rust front end (VLLM_USE_RUST_FRONTEND)": bool(envs.VLLM_USE_RUST_FRONTEND),
         "KV sharing between layers (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
     }
     return [f"{name} is not supported; switch it off" for name, on in features.items() if on]
@@ -114,17 +130,21 @@ def _plain_dtypes(vllm_config: VllmConfig) -> tuple[str, str]:
     return "auto", str(vllm_config.model_config.dtype).removeprefix("torch.")
 
 
+def _block_problems(vllm_config: VllmConfig) -> list[str]:
+    block_size = vllm_config.cache_config.block_size
+    if block_size % 32:
+        return [f"block_size = {block_size} is not accepted; use a multiple of 32"]
+    return []
+
+
 def _budget_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
     block_size = vllm_config.cache_config.block_size
     max_model_len = vllm_config.model_config.max_model_len
-    problems = []
-    if block_size % 32:
-        problems.append(f"block_size = {block_size} is not accepted; use a multiple of 32")
     least, entries = eviction.window + block_size, budget_entries(max_model_len, eviction)
     if entries < least:
-        problems.append(
+        return [
             f"budget = {eviction.budget!r} retains {entries} entries of {max_model_len} tokens; "
             f"at least {least} are needed, the window of {eviction.window} and one block of "
             f"{block_size}"
-        )
-    return problems
+        ]
+    return []

@@ -23,9 +23,10 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_kvselect.compaction import gather_entries
-from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, PromptLens, Split, Splitter
+from vllm_kvselect.config import ConfigError
+from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, Split, Splitter
 from vllm_kvselect.engine.cpu_pages import PageCodec, one_head_view, write_entries
+from vllm_kvselect.engine.prompts import PromptsOf
 from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.methods import Retention, Twins, retain
@@ -72,12 +73,12 @@ class HeadwiseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._splitter: Splitter | None = None
 
-    def start(self, num_blocks: int, prompt_lens: PromptLens, twins: Twins) -> RetentionState:
+    def start(self, num_blocks: int, prompts_of: PromptsOf, twins: Twins) -> RetentionState:
         """Connects the layers of the group to their state; called once the cache is allocated.
 
         Args:
             num_blocks: Blocks of the KV cache.
-            prompt_lens: Gives the prompt lengths of a batch.
+            prompts_of: Gives the prompts of a batch.
             twins: Kernels to call in place of the references.
 
         Returns:
@@ -90,11 +91,11 @@ class HeadwiseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         state = RetentionState(num_blocks, len(layers), self.num_kv_heads, max_num_seqs)
         codec = PageCodec(self.isa, spec.dtype, self.block_size, self.head_dim, twins)
         for index, name in enumerate(self.layer_names):
-            layers[name].impl.start(index, self.isa, spec.eviction, state, codec, twins)
+            layers[name].impl.start(index, self.isa, state, codec, twins)
         self._splitter = Splitter(
-            spec.eviction,
+            spec.eviction.window,
             state,
-            prompt_lens,
+            prompts_of,
             self.block_size,
             self.num_kv_heads,
             (self.num_heads, self.head_dim),
@@ -147,7 +148,6 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
         self,
         layer_index: int,
         isa: str,
-        eviction: EvictionConfig,
         state: RetentionState,
         codec: PageCodec,
         twins: Twins,
@@ -157,13 +157,12 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
         Args:
             layer_index: The layer's place in the group.
             isa: Instruction set of the kernel.
-            eviction: The configuration.
             state: State of the group's layers.
             codec: Inner order of the pages.
             twins: Kernels to call in place of the references.
         """
         self._layer_index, self._isa, self._twins = layer_index, isa, twins
-        self._eviction, self._state, self._codec = eviction, state, codec
+        self._state, self._codec = state, codec
 
     def forward(
         self,
@@ -272,7 +271,7 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
             self.scale,
             completion.plan.num_packed,
             self._codec.block_size,
-            self._eviction,
+            completion.eviction,
             self._layer_index,
             self._twins,
         )

@@ -1,4 +1,4 @@
-"""The two places where vLLM has no public extension point, one function each.
+"""The four places where vLLM has no public extension point, one function each.
 
 Each has a matching diff in `patches/` in the form it would be sent upstream. What a hook replaces
 is compared with the source it was written for; where it differs, eviction is refused.
@@ -13,10 +13,16 @@ from typing import Any
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.loggers import StatLoggerManager
 
 from vllm_kvselect.config import ConfigError
 
 KNOWN_SOURCES = {
+    "AsyncLLM.generate": {"0.32.0": "5bd0ee90459b0e29", "0.33.0": "f8205b7b520cf747"},
+    "LLMEngine.add_request": {"0.32.0": "155a97cc606d46ca", "0.33.0": "155a97cc606d46ca"},
+    "StatLoggerManager.__init__": {"0.32.0": "6e75cf036af8369b", "0.33.0": "6e75cf036af8369b"},
     "EngineArgs.from_cli_args": {"0.32.0": "51a013f61829ac5c", "0.33.0": "51a013f61829ac5c"},
     "KVCacheManager.get_computed_blocks": {
         "0.32.0": "77f434d88d573bfe",
@@ -38,11 +44,16 @@ def install() -> None:
     hook_arguments(unknown)
     if not unknown:
         hook_cache_hits()
+        hook_requests()
+        hook_stat_loggers()
 
 
 def unknown_sources() -> list[str]:
     """Names of the functions whose source is not what the hooks were written for."""
     functions: list[Callable[..., Any]] = [
+        AsyncLLM.generate,
+        LLMEngine.add_request,
+        StatLoggerManager.__init__,
         EngineArgs.from_cli_args,
         KVCacheManager.get_computed_blocks,
         KVCacheManager.truncate_computed_blocks,
@@ -115,9 +126,10 @@ def unknown_vllm(unknown: list[str]) -> str:
 
 
 def hook_cache_hits() -> None:
-    """Caps prefix-cache hits where packed blocks begin (patches/0002).
+    """Lets our block manager plan a request and cap its prefix-cache hits (patches/0002).
 
-    A block manager decides what is hashed, but not how far a request may be served from the cache.
+    A block manager decides what is hashed, but not how far a request may be served from the cache;
+    and of a request it is later told nothing but the id.
     """
     get_computed_blocks = KVCacheManager.get_computed_blocks
 
@@ -127,11 +139,62 @@ def hook_cache_hits() -> None:
     ) -> Any:
         blocks, num_tokens, boundary = get_computed_blocks(self, request, *args, **kwargs)
         for manager in self.coordinator.single_type_managers:
-            max_cache_hit_tokens = getattr(manager, "max_cache_hit_tokens", None)
-            if max_cache_hit_tokens is None:
+            admit = getattr(manager, "admit", None)
+            if admit is None:
                 continue
-            if num_tokens > (cap := max_cache_hit_tokens(request)):
+            if num_tokens > (cap := admit(request)):
                 blocks, num_tokens = self.truncate_computed_blocks(blocks, cap), cap
         return blocks, num_tokens, boundary
 
     KVCacheManager.get_computed_blocks = get_computed_blocks_hook
+
+
+def hook_requests() -> None:
+    """Checks every request's settings before vLLM takes it (patches/0003).
+
+    `generate` is asked for its first item only after a streamed response has begun with status 200,
+    so it is checked when it is called.
+    """
+    generate, add_request = AsyncLLM.generate, LLMEngine.add_request
+
+    @functools.wraps(generate)
+    def generate_hook(
+        self: AsyncLLM, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from vllm_kvselect.engine import requests
+
+        requests.check_request(self, prompt, sampling_params)
+        return generate(self, prompt, sampling_params, *args, **kwargs)
+
+    @functools.wraps(add_request)
+    def add_request_hook(
+        self: LLMEngine, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from vllm_kvselect.engine import requests
+
+        requests.check_request(self, prompt, params)
+        return add_request(self, request_id, prompt, params, *args, **kwargs)
+
+    AsyncLLM.generate = generate_hook
+    LLMEngine.add_request = add_request_hook
+
+
+def hook_stat_loggers() -> None:
+    """Adds our logger wherever vLLM logs statistics of an engine that evicts (patches/0004).
+
+    The public group `vllm.stat_logger_plugins` would switch logging on in every server on which
+    the plugin is installed, and it is not read offline.
+    """
+    init = StatLoggerManager.__init__
+
+    @functools.wraps(init)
+    def init_hook(self: StatLoggerManager, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm_kvselect.engine import metrics
+
+        init(self, vllm_config, *args, **kwargs)
+        # First in the list, because it takes its reports out of what vLLM's own loggers read. Made
+        # last, because vLLM's Prometheus logger unregisters every metric of an earlier engine.
+        if (stat_logger := metrics.stat_logger(vllm_config, self.engine_indexes)) is not None:
+            self.stat_loggers.insert(0, stat_logger)
+
+    StatLoggerManager.__init__ = init_hook

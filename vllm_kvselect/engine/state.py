@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_kvselect.engine.prompts import Prompt
+
 
 @dataclass
 class WindowQueries:
@@ -26,6 +28,8 @@ class RetentionState:
     request: the state needs no request ids, survives reordering of the batch and dies with the
     block.
 
+    `completed` lists the prompts packed since the worker last took it, for its report.
+
     Args:
         num_blocks: Blocks of the KV cache.
         num_layers: Layers of the group.
@@ -40,6 +44,7 @@ class RetentionState:
         self.offsets = torch.zeros(num_blocks, num_layers, num_kv_heads + 1, dtype=torch.int32)
         self.selection_seconds = 0.0
         self.num_evicted = 0
+        self.completed: list[Prompt] = []
         self._max_windows = max_num_seqs
         self._windows: OrderedDict[int, WindowQueries] = OrderedDict()
 

@@ -8,20 +8,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, replace_as
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvselect.config import CONFIG_KEY, EvictionConfig
 from vllm_kvselect.engine.checks import refuse_mixed_groups
 from vllm_kvselect.engine.cpu_backend import HeadwiseCPUAttentionImpl, HeadwiseCPUMetadataBuilder
+from vllm_kvselect.engine.metrics import StepReport
 from vllm_kvselect.engine.output_projection import find_output_projections, materialise
+from vllm_kvselect.engine.prompts import LivePrompts, Prompt
 from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.kernels import cpu
@@ -38,16 +41,25 @@ class EvictionCPUWorker(CPUWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._eviction = EvictionConfig.parse(self.vllm_config.additional_config[CONFIG_KEY])
+        block_size = self.vllm_config.cache_config.block_size
+        self._prompts = LivePrompts(self._eviction, block_size)
         self._states: list[RetentionState] = []
         self._twins: Twins = NO_TWINS
+        self._num_saved_blocks = 0
 
     def load_model(self, **kwargs: Any) -> None:
         """Loads the model with our attention backend and binds the output projections."""
         with _backend_in_place():
             super().load_model(**kwargs)
         self._twins = _load_kernels()
-        if METHODS[self._eviction.method].perturbation:
+        if any(METHODS[name].perturbation for name in self._methods()):
             self._bind_output_projections()
+
+    def _methods(self) -> list[str]:
+        """Methods that a request may run with, by default or by its own choice."""
+        if "method" in self._eviction.allow_override:
+            return list(METHODS)
+        return [self._eviction.method]
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """vLLM's specs, the full-attention ones with the eviction configuration."""
@@ -63,7 +75,7 @@ class EvictionCPUWorker(CPUWorker):
         refuse_mixed_groups(kv_cache_config)
         super().initialize_from_config(kv_cache_config)
         self._states = [
-            builder.start(kv_cache_config.num_blocks, self._prompt_lens, self._twins)
+            builder.start(kv_cache_config.num_blocks, self._prompts_of, self._twins)
             for groups in self.model_runner.attn_groups
             for group in groups
             for builder in group.metadata_builders
@@ -77,7 +89,7 @@ class EvictionCPUWorker(CPUWorker):
             `selection_seconds`: time spent choosing and packing; `num_evicted`: prompts packed.
         """
         return {
-            "selection_seconds": sum(state.selection_seconds for state in self._states),
+            "selection_seconds": self._selection_seconds,
             "num_evicted": max((state.num_evicted for state in self._states), default=0),
         }
 
@@ -86,11 +98,49 @@ class EvictionCPUWorker(CPUWorker):
         for state in self._states:
             state.selection_seconds, state.num_evicted = 0.0, 0
 
-    def _prompt_lens(self, batch: CommonAttentionMetadata) -> np.ndarray:
-        """Prompt lengths of a batch's rows, which both model runners hold."""
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """vLLM's step, with the prompts it brings taken note of and what it packed reported."""
+        self._prompts.update(scheduler_output)
+        seconds_before = self._selection_seconds
+        output = super().execute_model(scheduler_output)
+        report = self._report(self._selection_seconds - seconds_before)
+        if report is None:
+            return output
+        if output is EMPTY_MODEL_RUNNER_OUTPUT:  # requests ended, and there was nothing to run
+            return ModelRunnerOutput.with_kv_conn_output_only(report.as_connector_output())
+        # The runner sends it along once it has sampled.
+        self.model_runner.kv_connector_output = report.as_connector_output()
+        return output
+
+    def _report(self, selection_seconds: float) -> StepReport | None:
+        """What the step packed, or None if nothing changed."""
+        packed = {prompt for state in self._states for prompt in state.completed}
+        for state in self._states:
+            state.completed.clear()
+        counted = [
+            [prompt.num_tokens, prompt.plan.first_packed]
+            for prompt in packed
+            if prompt.plan is not None and not prompt.is_counted
+        ]
+        for prompt in packed:
+            prompt.is_packed = prompt.is_counted = True
+        num_saved_blocks = self._prompts.num_saved_blocks
+        if not packed and num_saved_blocks == self._num_saved_blocks:
+            return None
+        self._num_saved_blocks = num_saved_blocks
+        return StepReport(counted, selection_seconds if packed else 0.0, num_saved_blocks)
+
+    @property
+    def _selection_seconds(self) -> float:
+        return sum(state.selection_seconds for state in self._states)
+
+    def _prompts_of(self, batch: CommonAttentionMetadata) -> list[Prompt]:
+        """Prompts of a batch's rows, whose order both model runners know."""
         if self.use_v2_model_runner:
-            return self.model_runner.req_states.prompt_len.np[batch.req_idx[: batch.num_reqs]]
-        return self.model_runner.input_batch.num_prompt_tokens[: batch.num_reqs]
+            ids = self.model_runner.req_states.index_to_req_id
+            return [self._prompts[ids[int(i)]] for i in batch.req_idx[: batch.num_reqs]]
+        ids = self.model_runner.input_batch.req_ids
+        return [self._prompts[ids[row]] for row in range(batch.num_reqs)]
 
     def _bind_output_projections(self) -> None:
         projections = find_output_projections(self.model_runner.get_model())

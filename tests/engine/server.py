@@ -1,0 +1,94 @@
+"""A server as a user starts it, and what tests ask of it over HTTP."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_kvselect.tiny_model import tiny_model
+
+NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 100, 32, 2048
+ENTRIES_PER_BLOCK = BLOCK_SIZE * 3 * 30
+BLOCK_BYTES = BLOCK_SIZE * 23040
+
+
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[str]:
+    """Runs `vllm serve` on the small model and yields its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url, log = f"http://127.0.0.1:{port}", folder / "log"
+    vllm = Path(sys.executable).with_name("vllm")
+    command = [vllm, "serve", tiny_model(), "--served-model-name", "small", "--enforce-eager"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(MAX_MODEL_LEN)]
+    command += ["--kv-cache-memory-bytes", str(NUM_BLOCKS * BLOCK_BYTES), *options]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        wait_until_healthy(url, process, log)
+        yield url
+    finally:
+        # The whole group: a server stopped while it starts leaves its engine behind.
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_until_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    for _ in range(600):
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=2).close()
+            return
+        except OSError:
+            time.sleep(0.5)
+    pytest.fail(log.read_text()[-3000:])
+
+
+def post(url: str, path: str = "/v1/completions", **body: Any) -> Any:
+    """The response to a request for the small model, greedy unless said otherwise."""
+    data = json.dumps({"model": "small", "temperature": 0, **body}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url + path, data, headers)
+    return urllib.request.urlopen(request, timeout=120)
+
+
+def refusal(url: str, path: str = "/v1/completions", **body: Any) -> tuple[int, dict[str, Any]]:
+    """Status and error of a request that is refused."""
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(url, path, **body)
+    return caught.value.code, json.load(caught.value)["error"]
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Samples of `/metrics` by name, those of one name with labels other than vLLM's apart."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            found[" ".join([sample.name, *labels.values()])] = sample.value
+    return found
+
+
+def blocks_held(url: str) -> int:
+    """Blocks in use by vLLM's own gauge, a share of all but the null block."""
+    return round(metrics(url)["vllm:kv_cache_usage_perc"] * (NUM_BLOCKS - 1))

@@ -1,0 +1,21 @@
+"""Reports of workers on their way to Prometheus."""
+
+from vllm.v1.metrics.stats import SchedulerStats
+
+from vllm_kvselect.engine.metrics import StepReport
+
+
+def test_a_report_arrives_as_it_was_sent_and_only_once() -> None:
+    report = StepReport([[1500, 38], [700, 13]], 0.25, 51)
+    envelope = report.as_connector_output().kv_connector_stats
+    assert envelope is not None
+    stats = SchedulerStats(kv_connector_stats=envelope.to_dict())
+    assert StepReport.take(stats) == report
+    assert stats.kv_connector_stats is None  # vLLM's loggers would look for a connector
+    assert StepReport.take(stats) is None
+
+
+def test_statistics_of_others_stay_where_they_are() -> None:
+    stats = SchedulerStats(kv_connector_stats={"bytes": 5})
+    assert StepReport.take(stats) is None
+    assert stats.kv_connector_stats == {"bytes": 5}

@@ -1,0 +1,122 @@
+"""Settings of single requests on a real engine: each answers as on a server of its own."""
+
+from collections.abc import AsyncIterator, Iterator
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tests.engine.conftest import EngineFactory
+from vllm_kvselect.engine.requests import RequestRefusedError, check_request
+
+pytestmark = pytest.mark.engine
+SERVER = {"method": "adakv-perturb", "budget": 128}
+OPEN = SERVER | {"allow_override": ["method", "budget"]}
+SETTINGS: list[dict[str, Any] | None] = [
+    None,
+    {"kv_eviction": "streaming-llm", "kv_eviction_budget": 0.4},
+    {"kv_eviction": "none"},
+]
+SERVERS = [
+    SERVER,
+    {"method": "streaming-llm", "budget": 0.4},
+    None,  # vLLM without eviction
+]
+
+
+def test_each_request_answers_as_on_a_server_with_its_settings(
+    start_engine: EngineFactory, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = make_prompts([560, 640, 420])
+    expected = []
+    for prompt, eviction in zip(prompts, SERVERS, strict=True):
+        with start_engine(eviction, 200, block_size=32) as engine:
+            expected += engine.generate([prompt], 64)
+
+    schedule = Scheduler.schedule
+    steps: Iterator[int] = count()
+
+    def schedule_or_preempt(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        if next(steps) in (20, 45):
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        return schedule(scheduler, *args, **kwargs)
+
+    with start_engine(OPEN, 200, disable_log_stats=False) as engine:
+        assert engine.generate(prompts, 64, SETTINGS) == expected
+        # The same prompts again, from the prefix cache as far as each one's settings let it.
+        assert engine.generate(prompts[::-1], 64, SETTINGS[::-1]) == expected[::-1]
+        monkeypatch.setattr(Scheduler, "schedule", schedule_or_preempt)
+        assert engine.generate(prompts, 64, SETTINGS) == expected
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == 2 * (1 + 1 + 3)
+        assert engine.blocks_in_use() == 0
+        # Packed again after each preemption, but counted once.
+        counted = {metric.name: metric for metric in engine.llm.get_metrics()}
+        assert counted["vllm:kv_eviction_requests"].value == 2 * 3
+        assert counted["vllm:kv_eviction_selection_seconds"].count == 1 + 1 + 3
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"kv_eviction": "snapkw"}, "'snapkw' is not accepted"),
+    ({"kv_eviction_budget": 0}, "kv_eviction_budget = 0 is not accepted"),
+    ({"kv_eviction_budget": 63}, "at least 64 are needed"),
+    ({"kv_eviction_budget": 0.01}, "retains 21 entries of 2048 tokens"),
+    ({"kv_eviction": "snapkv"}, "start it with --kv-eviction-allow-override method"),
+    ({"kv_eviction_windows": 8}, "unknown key 'kv_eviction_windows'"),
+]
+
+
+def test_a_refused_request_is_an_error_and_the_engine_goes_on(
+    start_engine: EngineFactory, make_prompts: Any
+) -> None:
+    prompts = make_prompts([500, 600])
+    with start_engine(SERVER | {"allow_override": ["budget"]}, 100) as engine:
+        expected = engine.generate(prompts)
+        for extra_args, message in REFUSED:
+            for error in (ValueError, RequestRefusedError):
+                with pytest.raises(error, match=message):
+                    engine.generate(prompts, 8, [None, extra_args])
+            assert not engine.llm.llm_engine.has_unfinished_requests()
+            assert engine.blocks_in_use() == 0
+        assert engine.generate(prompts) == expected
+
+
+def engine_of(additional_config: Any) -> Any:
+    vllm_config = SimpleNamespace(additional_config=additional_config)
+    return SimpleNamespace(vllm_config=vllm_config, logger_manager=None)
+
+
+def test_a_prompt_that_grows_while_it_is_served_is_refused() -> None:
+    async def prompts() -> AsyncIterator[str]:
+        yield "never asked for"
+
+    engine = engine_of({"kv_eviction": {"method": "adakv", "budget": 128}})
+    with pytest.raises(RequestRefusedError, match="send the whole prompt at once"):
+        check_request(engine, prompts(), SamplingParams())
+
+
+@pytest.mark.parametrize(
+    "additional_config", [{}, {"other": 1}, {"kv_eviction": {"method": "none"}}, object()]
+)
+def test_a_stock_engine_takes_whatever_stock_vllm_takes(additional_config: Any) -> None:
+    params = SamplingParams(extra_args={"kv_eviction": "nonsense", "kv_eviction_x": 1})
+    check_request(engine_of(additional_config), {"prompt_token_ids": [1]}, params)
+
+
+def test_a_server_that_evicts_only_on_demand(
+    start_engine: EngineFactory, make_prompts: Any
+) -> None:
+    prompts = make_prompts([700, 800])
+    on_demand = {"method": "none", "allow_override": ["method"], "budget": 128}
+    with start_engine(SERVER, 200) as engine:
+        (evicted,) = engine.generate(prompts[:1])
+    with start_engine(on_demand, 200) as engine:
+        settings = [{"kv_eviction": "adakv-perturb"}, None]
+        answers = engine.generate(prompts, extra_args=settings)
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == 1
+    with start_engine(None, 200, block_size=32) as engine:
+        # Stock vLLM leaves other people's keys alone, and so do we without --kv-eviction.
+        (stock,) = engine.generate(prompts[1:], extra_args=[{"kv_eviction": "adakv"}])
+    assert answers == [evicted, stock]

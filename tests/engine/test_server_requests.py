@@ -1,0 +1,195 @@
+"""Settings of single requests and metrics over HTTP."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.engine.conftest import EngineFactory
+from tests.engine.server import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    ENTRIES_PER_BLOCK,
+    blocks_held,
+    metrics,
+    post,
+    refusal,
+    serving,
+)
+from vllm_kvselect.cli import app
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.request import REFUSAL_REASONS
+from vllm_kvselect.retention import plan
+from vllm_kvselect.top import Snapshot, render
+
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]  # one server for all
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
+COUNTERS = ("requests", "entries_dropped", "blocks_freed", "bytes_freed")
+
+
+def change(before: dict[str, float], after: dict[str, float], name: str) -> float:
+    name = f"vllm:kv_eviction_{name}"
+    return after[name] - before[name]
+
+
+def num_freed(num_prompt_tokens: int, **values: Any) -> int:
+    retention_plan = plan(num_prompt_tokens, BLOCK_SIZE, EvictionConfig(**values))
+    return retention_plan.first_packed if retention_plan else 0
+
+
+@pytest.mark.parametrize(
+    ("xargs", "reason", "message"),
+    [
+        ({"kv_eviction": "snapkw"}, "invalid_value", "kv_eviction = 'snapkw' is not accepted"),
+        ({"kv_eviction_budget": 0}, "invalid_value", "kv_eviction_budget = 0 is not accepted"),
+        ({"kv_eviction_budget": "x"}, "invalid_value", "kv_eviction_budget = 'x'"),
+        ({"kv_eviction_budget": 1.5}, "invalid_value", "write an integer, such as 1024"),
+        ({"kv_eviction_budget": 63}, "unsupported", "at least 64 are needed"),
+        ({"kv_eviction_window": 8}, "unknown_key", "accepted keys: kv_eviction"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_a_400_with_the_reason(
+    xargs: dict[str, Any], reason: str, message: str, server: str, text_tokens: list[int]
+) -> None:
+    before = metrics(server)
+    for stream in (False, True):
+        body = {"prompt": text_tokens[:500], "max_tokens": 4, "stream": stream}
+        status, error = refusal(server, **body, vllm_xargs=xargs)
+        assert (status, error["type"]) == (400, "BadRequestError")
+        assert message in error["message"]
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "stream": True}
+    assert refusal(server, "/v1/chat/completions", **chat, vllm_xargs=xargs)[0] == 400
+    after = metrics(server)
+    for name in REFUSAL_REASONS:
+        assert change(before, after, f"refusals_total {name}") == 3 * (name == reason)
+    with post(server, prompt=text_tokens[:500], max_tokens=4) as response:
+        assert json.load(response)["usage"]["completion_tokens"] == 4
+
+
+def test_the_full_cache_on_request_gives_stock_vllms_tokens(
+    server: str, text_tokens: list[int], start_full_engine: EngineFactory
+) -> None:
+    # A prompt that the server has not seen: a prefix from its cache would change bf16's rounding.
+    prompt, xargs = text_tokens[5000:5900], {"kv_eviction": "none"}
+    body = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True}
+    with post(server, **body, vllm_xargs=xargs) as response:
+        (answer,) = json.load(response)["choices"]
+    with start_full_engine(None, 100, dtype="bfloat16", block_size=BLOCK_SIZE) as engine:
+        (stock,) = engine.outputs([prompt], 24)
+    assert answer["token_ids"] == list(stock.token_ids)
+
+
+def test_metrics_are_those_of_the_plans(server: str, text_tokens: list[int]) -> None:
+    requests: list[tuple[int, dict[str, Any], int]] = [
+        (1500, {}, num_freed(1500, budget=256)),
+        (1000, {"kv_eviction": "snapkv", "kv_eviction_budget": 0.5}, num_freed(1000, budget=0.5)),
+        (1000, {"kv_eviction": "none"}, 0),
+        (100, {}, 0),
+    ]
+    before = metrics(server)
+    for length, xargs, _ in requests:
+        post(server, prompt=text_tokens[:length], max_tokens=3, vllm_xargs=xargs).close()
+    after = metrics(server)
+    freed = [(length, blocks) for length, _, blocks in requests if blocks]
+    num_blocks = sum(blocks for _, blocks in freed)
+    expected = (2, num_blocks * ENTRIES_PER_BLOCK, num_blocks, num_blocks * BLOCK_BYTES)
+    for name, number in zip(COUNTERS, expected, strict=True):
+        assert change(before, after, f"{name}_total") == number
+    fractions = [1 - blocks * BLOCK_SIZE / length for length, blocks in freed]
+    assert change(before, after, "retained_fraction_count") == 2
+    assert change(before, after, "retained_fraction_sum") == pytest.approx(sum(fractions))
+    assert change(before, after, "selection_seconds_count") == 2
+    assert 0 < change(before, after, "selection_seconds_sum") < 60
+    assert after["vllm:kv_eviction_blocks_saved"] == 0
+
+
+def test_blocks_saved_are_those_of_the_requests_that_run(
+    server: str, text_tokens: list[int]
+) -> None:
+    def seen_while_streaming(length: int) -> list[float]:
+        body = {"prompt": text_tokens[:length], "max_tokens": 40, "ignore_eos": True}
+        with post(server, **body, stream=True) as stream:
+            lines = (line for line in stream if line.startswith(b"data: {"))
+            return [metrics(server)["vllm:kv_eviction_blocks_saved"] for _ in lines]
+
+    with ThreadPoolExecutor() as pool:
+        one, other = pool.map(seen_while_streaming, (1400, 700))
+    saved = num_freed(1400, budget=256), num_freed(700, budget=256)
+    # The gauge lags the stream by a step or two, and the requests begin and end apart.
+    assert set(one + other) <= {0, *saved, sum(saved)}
+    assert sum(saved) in one + other
+    assert metrics(server)["vllm:kv_eviction_blocks_saved"] == 0
+
+
+def test_every_metric_of_the_dashboard_is_served(server: str) -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    words = " ".join(queries).replace("(", " ").replace("{", " ").replace("[", " ").split()
+    used = {word for word in words if word.startswith("vllm:")}
+    served = {name.split()[0] for name in metrics(server)}
+    assert used <= served
+    ours = {name for name in served if name.startswith("vllm:kv_eviction_")}
+    suffixes = ("_bucket", "_sum", "_count", "_created")
+    shown = {name.removesuffix("_bucket").removesuffix("_sum") for name in used}
+    assert {name for name in ours if not name.endswith(suffixes)} <= used
+    assert {name.removesuffix("_bucket") for name in ours if name.endswith("_bucket")} <= shown
+
+
+def test_top_shows_what_the_server_says(server: str, text_tokens: list[int]) -> None:
+    body = {"prompt": text_tokens[:1500], "max_tokens": 60, "ignore_eos": True, "stream": True}
+    frames = []
+    with post(server, **body) as stream:
+        for number, line in enumerate(stream):
+            if line.startswith(b"data: {") and number % 20 == 10:
+                frames.append((Snapshot.fetch(server), blocks_held(server)))
+    snapshots = [snapshot for snapshot, held in frames if snapshot.num_used == held > 0]
+    assert snapshots
+    for snapshot in snapshots:
+        assert (snapshot.num_running, snapshot.num_waiting) == (1, 0)
+        assert snapshot.num_saved == num_freed(1500, budget=256) == 38
+        assert snapshot.num_needed == snapshot.num_used + 38
+    result = CliRunner().invoke(app, ["top", "--once", "--url", server], env={"COLUMNS": "120"})
+    assert result.exit_code == 0
+    assert "blocks saved" in result.stdout
+    assert "0 running, 0 waiting" in result.stdout
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(render(snapshots[0]))
+    assert "1 running, 0 waiting" in capture.get()
+
+
+@pytest.fixture(scope="module")
+def two_front_ends(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A server with two API processes, which share metrics in files, and no overrides."""
+    options = ["--kv-eviction", "snapkv", "--kv-eviction-budget", "256"]
+    with serving(tmp_path_factory.mktemp("two"), *options, "--api-server-count", "2") as url:
+        yield url
+
+
+def test_two_front_ends_refuse_and_count_together(
+    two_front_ends: str, text_tokens: list[int]
+) -> None:
+    url = two_front_ends
+    for xargs, allowed in (
+        ({"kv_eviction": "none"}, "--kv-eviction-allow-override method"),
+        ({"kv_eviction_budget": 512}, "--kv-eviction-allow-override budget"),
+    ):
+        for _ in range(4):
+            status, error = refusal(url, prompt="a", max_tokens=4, vllm_xargs=xargs)
+            assert status == 400
+            assert allowed in error["message"]
+    for _ in range(4):
+        own_default = {"kv_eviction": "snapkv", "kv_eviction_budget": 256}
+        body = {"prompt": text_tokens[:800], "max_tokens": 2, "vllm_xargs": own_default}
+        post(url, **body).close()
+    found = metrics(url)
+    assert found["vllm:kv_eviction_refusals_total not_allowed"] == 8
+    assert found["vllm:kv_eviction_requests_total"] == 4
+    assert found["vllm:kv_eviction_blocks_freed_total"] == 4 * num_freed(800, budget=256)
+    assert found["vllm:kv_eviction_retained_fraction_count"] == 4
+    assert found["vllm:kv_eviction_blocks_saved"] == 0
+    assert Snapshot.fetch(url).num_evicted == 4

@@ -1,0 +1,133 @@
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvselect.config import METHOD_NAMES, OVERRIDE_NAMES, ConfigError, EvictionConfig
+from vllm_kvselect.request import (
+    REFUSAL_REASONS,
+    REQUEST_KEYS,
+    RequestError,
+    planned_config,
+    request_config,
+)
+
+many = settings(max_examples=300, deadline=None, derandomize=True)
+SERVER = EvictionConfig(method="adakv-perturb", budget=512, window=16, allow_override=())
+OPEN = EvictionConfig(budget=512, window=16, allow_override=("method", "budget"))
+
+budgets = st.one_of(st.integers(1, 5000), st.floats(0.001, 1.0))
+servers = st.builds(
+    EvictionConfig,
+    method=st.sampled_from(METHOD_NAMES),
+    budget=budgets,
+    window=st.integers(1, 64),
+    allow_override=st.lists(st.sampled_from(OVERRIDE_NAMES), unique=True).map(tuple),
+)
+asked = st.fixed_dictionaries(
+    {},
+    optional={"kv_eviction": st.sampled_from(METHOD_NAMES), "kv_eviction_budget": budgets},
+)
+others = st.dictionaries(st.sampled_from(["session_id", "kv_transfer_params", "x"]), st.integers())
+anything = st.dictionaries(
+    st.sampled_from(["kv_eviction", "kv_eviction_budget", "kv_eviction_window", "other"]),
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(budgets)),
+)
+
+
+def is_change(server: EvictionConfig, field: str, value: Any) -> bool:
+    """1 and 1.0 are different budgets."""
+    return repr(getattr(server, field)) != repr(value)
+
+
+@many
+@given(servers, asked, others)
+def test_the_request_changes_what_it_names_and_nothing_else(
+    server: EvictionConfig, own: dict[str, Any], other: dict[str, Any]
+) -> None:
+    changes = {REQUEST_KEYS[key]: value for key, value in own.items()}
+    refused = [
+        field
+        for field, value in changes.items()
+        if is_change(server, field, value) and field not in server.allow_override
+    ]
+    if refused:
+        with pytest.raises(RequestError, match="is not allowed") as caught:
+            request_config(server, other | own)
+        assert caught.value.reason == "not_allowed"
+        assert REQUEST_KEYS[caught.value.key] in refused
+        assert planned_config(server, other | own).method == "none"
+        return
+    config = request_config(server, other | own)
+    assert repr(config) == repr(EvictionConfig.parse(server.model_dump() | changes))
+    assert repr(planned_config(server, other | own)) == repr(config)
+
+
+@many
+@given(servers, anything)
+def test_whatever_is_sent_is_honoured_or_refused_with_a_reason(
+    server: EvictionConfig, extra_args: dict[str, Any]
+) -> None:
+    refusal = None
+    config = EvictionConfig.parse(server.model_dump() | {"method": "none"})
+    try:
+        config = request_config(server, extra_args)
+    except RequestError as error:
+        refusal = error
+    assert planned_config(server, extra_args) == config
+    if refusal is not None:
+        assert refusal.key in extra_args
+        assert refusal.key in str(refusal)
+        assert refusal.reason in REFUSAL_REASONS
+
+
+@pytest.mark.parametrize("extra_args", [None, {}, {"session_id": "a"}])
+def test_without_settings_the_request_has_the_servers(extra_args: Any) -> None:
+    assert request_config(SERVER, extra_args) is SERVER
+
+
+def test_what_equals_the_default_is_no_change() -> None:
+    own = {"kv_eviction": "adakv-perturb", "kv_eviction_budget": 512}
+    assert request_config(SERVER, own) == SERVER
+
+
+def test_one_entry_and_the_whole_prompt_are_different_budgets() -> None:
+    one = EvictionConfig(budget=1)
+    with pytest.raises(RequestError, match=r"kv_eviction_budget = 1\.0 is not allowed"):
+        request_config(one, {"kv_eviction_budget": 1.0})
+    for budget in (1, 1.0, 1):
+        got = request_config(OPEN, {"kv_eviction_budget": budget}).budget
+        assert type(got) is type(budget)
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "reason", "message"),
+    [
+        ({"kv_eviction": "snapkw"}, "invalid_value", "kv_eviction = 'snapkw' is not accepted"),
+        ({"kv_eviction": None}, "invalid_value", "kv_eviction = None"),
+        ({"kv_eviction": ["adakv"]}, "invalid_value", "kv_eviction = "),
+        ({"kv_eviction_budget": 0}, "invalid_value", "kv_eviction_budget = 0 is not accepted"),
+        ({"kv_eviction_budget": "x"}, "invalid_value", "kv_eviction_budget = 'x'"),
+        ({"kv_eviction_budget": 1.5}, "invalid_value", "write an integer"),
+        ({"kv_eviction_budget": True}, "invalid_value", "kv_eviction_budget = True"),
+        ({"kv_eviction_budget": [1]}, "invalid_value", "kv_eviction_budget = "),
+        ({"kv_eviction_window": 8}, "unknown_key", "accepted keys: kv_eviction, kv_eviction_bud"),
+        ({"kv_eviction_budgets": 8}, "unknown_key", "unknown key 'kv_eviction_budgets'"),
+    ],
+)
+def test_refusals_name_the_key_as_the_client_wrote_it(
+    extra_args: dict[str, Any], reason: str, message: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        request_config(OPEN, extra_args)
+    assert message in str(caught.value)
+    assert caught.value.reason == reason
+    assert isinstance(caught.value, ConfigError)
+    assert " budget = " not in str(caught.value)
+
+
+def test_a_change_that_is_not_allowed_says_what_would_allow_it() -> None:
+    with pytest.raises(RequestError, match="--kv-eviction-allow-override method") as caught:
+        request_config(SERVER, {"kv_eviction": "none"})
+    assert "keeps 'adakv-perturb'" in str(caught.value)

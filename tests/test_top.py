@@ -1,0 +1,73 @@
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from vllm_kvselect.cli import app
+from vllm_kvselect.top import Snapshot, TopError, render
+
+METRICS = """\
+vllm:cache_config_info{engine="0",num_gpu_blocks="101",block_size="32"} 1.0
+vllm:cache_config_info{engine="1",num_gpu_blocks="51",block_size="32"} 1.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 7.0
+"""
+EVICTION = """\
+vllm:kv_eviction_blocks_saved{engine="0",model_name="m"} 300.0
+vllm:kv_eviction_blocks_saved{engine="1",model_name="m"} 20.0
+vllm:kv_eviction_requests_total{engine="0",model_name="m"} 12.0
+vllm:kv_eviction_blocks_freed_total{engine="0",model_name="m"} 480.0
+vllm:kv_eviction_bytes_freed_total{engine="0",model_name="m"} 1048576.0
+vllm:kv_eviction_refusals_total{model_name="m",reason="not_allowed"} 2.0
+vllm:kv_eviction_selection_seconds_sum{engine="0",model_name="m"} 1.5
+"""
+
+
+def draw(snapshot: Snapshot) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(render(snapshot))
+    return capture.get()
+
+
+def test_engines_are_summed() -> None:
+    snapshot = Snapshot.parse(METRICS + EVICTION)
+    assert snapshot == Snapshot(150, 50, 320, 4, 7, 12, 480, 2**20, 2, 1.5, evicts=True)
+    assert snapshot.num_needed == 370
+
+
+def test_a_frame_compares_with_the_full_cache() -> None:
+    frame = draw(Snapshot.parse(METRICS + EVICTION))
+    for name, number, share in (
+        ("blocks used", 50, 33),
+        ("blocks saved", 320, 213),
+        ("full cache", 370, 247),
+        ("pool", 150, 100),
+    ):
+        (line,) = [line for line in frame.splitlines() if line.startswith(name)]
+        assert line.split()[len(name.split())] == str(number)
+        assert line.rstrip().endswith(f" {share} % of the pool")
+    assert "4 running, 7 waiting; 12 evicted, 2 refused" in frame
+    assert "480 blocks freed (1.0 MiB), 1.50 s spent selecting" in frame
+
+
+def test_a_stock_server_is_shown_as_one() -> None:
+    frame = draw(Snapshot.parse(METRICS))
+    assert "runs without --kv-eviction" in frame
+    assert "evicted" not in frame
+
+
+def test_what_is_no_vllm_server_is_refused() -> None:
+    with pytest.raises(TopError, match="no metrics of vLLM"):
+        Snapshot.parse("process_cpu_seconds_total 1.0\n")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nowhere"])
+def test_a_server_that_does_not_answer_is_one_line_on_stderr(url: str) -> None:
+    result = CliRunner().invoke(app, ["top", "--once", "--url", url])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"error: {url} does not answer (")
+    assert "--url" in result.stderr

@@ -1,0 +1,86 @@
+"""Prompts of the requests that live in a worker, each with its own settings and plan."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from vllm.utils import length_from_prompt_token_ids_or_embeds
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.request import planned_config
+from vllm_kvselect.retention import RetentionPlan, plan
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A request's prompt.
+
+    Attributes:
+        num_tokens: Length of the prompt.
+        eviction: The request's own configuration.
+        plan: Its retention plan, or None.
+        is_packed: Whether its entries are packed now and the other blocks given back.
+        is_counted: Whether it was reported already; a preempted prompt is packed again.
+    """
+
+    num_tokens: int
+    eviction: EvictionConfig
+    plan: RetentionPlan | None
+    is_packed: bool = False
+    is_counted: bool = False
+
+    @classmethod
+    def planned(cls, num_tokens: int, block_size: int, eviction: EvictionConfig) -> Self:
+        """Plans a prompt of `num_tokens`."""
+        return cls(num_tokens, eviction, plan(num_tokens, block_size, eviction))
+
+
+PromptsOf = Callable[[CommonAttentionMetadata], list[Prompt]]
+"""Prompts of a batch's rows, in the order of the rows."""
+
+
+class LivePrompts:
+    """Follows the scheduler's messages, so that every request's prompt is known while it lives.
+
+    Args:
+        eviction: The server's configuration.
+        block_size: Tokens per block.
+    """
+
+    def __init__(self, eviction: EvictionConfig, block_size: int) -> None:
+        self._eviction, self._block_size = eviction, block_size
+        self._prompts: dict[str, Prompt] = {}
+
+    def __getitem__(self, request_id: str) -> Prompt:
+        return self._prompts[request_id]
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def update(self, scheduled: SchedulerOutput) -> None:
+        """Takes over what a step's message says of requests that end, pause and begin."""
+        for request_id in scheduled.finished_req_ids:
+            self._prompts.pop(request_id, None)
+        resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
+        for request_id in (scheduled.preempted_req_ids or set()) | resumed:
+            if request_id in self._prompts:
+                self._prompts[request_id].is_packed = False
+        for request in scheduled.scheduled_new_reqs:
+            # One that was preempted may come as new again: it is still the same prompt.
+            self._prompts.setdefault(request.req_id, self._planned(request))
+
+    @property
+    def num_saved_blocks(self) -> int:
+        """Blocks that the live requests would hold as well if nothing had been dropped."""
+        packed = (prompt.plan for prompt in self._prompts.values() if prompt.is_packed)
+        return sum(retention_plan.first_packed for retention_plan in packed if retention_plan)
+
+    def _planned(self, request: NewRequestData) -> Prompt:
+        params = request.sampling_params
+        eviction = planned_config(self._eviction, params.extra_args if params else None)
+        num_tokens = length_from_prompt_token_ids_or_embeds(
+            request.prompt_token_ids, request.prompt_embeds
+        )
+        return Prompt.planned(num_tokens, self._block_size, eviction)

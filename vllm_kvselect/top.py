@@ -1,0 +1,177 @@
+"""`vllm-kvselect top`: a small view of a running server, from its `/metrics`."""
+
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.bar import Bar
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+_TIMEOUT = 10.0
+_BAR_WIDTH = 40
+
+
+class TopError(RuntimeError):
+    """The server cannot be watched: says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a server's metrics say at one moment, summed over its engines.
+
+    Attributes:
+        num_blocks: Blocks of the pool, without the null block.
+        num_used: Blocks in use.
+        num_saved: Blocks that the running requests would hold as well without eviction.
+        num_running: Requests running.
+        num_waiting: Requests waiting.
+        num_evicted: Requests evicted since the start.
+        num_freed: Blocks freed since the start.
+        num_freed_bytes: Bytes of them.
+        num_refused: Requests refused for their eviction settings since the start.
+        selection_seconds: Time spent selecting and packing since the start.
+        evicts: Whether the server has the metrics of eviction at all.
+    """
+
+    num_blocks: int
+    num_used: int
+    num_saved: int
+    num_running: int
+    num_waiting: int
+    num_evicted: int
+    num_freed: int
+    num_freed_bytes: int
+    num_refused: int
+    selection_seconds: float
+    evicts: bool
+
+    @property
+    def num_needed(self) -> int:
+        """Blocks that the running requests would need with the full cache."""
+        return self.num_used + self.num_saved
+
+    @classmethod
+    def parse(cls, text: str) -> "Snapshot":
+        """Reads the Prometheus text format.
+
+        Args:
+            text: Body of `/metrics`.
+
+        Returns:
+            The snapshot.
+
+        Raises:
+            TopError: If these are not the metrics of a vLLM server.
+        """
+        samples = [
+            sample for family in text_string_to_metric_families(text) for sample in family.samples
+        ]
+
+        def total(name: str) -> float:
+            return sum(sample.value for sample in samples if sample.name == f"vllm:{name}")
+
+        pools = {
+            sample.labels["engine"]: int(sample.labels["num_gpu_blocks"]) - 1
+            for sample in samples
+            if sample.name == "vllm:cache_config_info"
+        }
+        if not pools:
+            raise TopError("there are no metrics of vLLM here; see that the URL is a vLLM server's")
+        used = sum(
+            round(sample.value * pools[sample.labels["engine"]])
+            for sample in samples
+            if sample.name == "vllm:kv_cache_usage_perc"
+        )
+        return cls(
+            num_blocks=sum(pools.values()),
+            num_used=used,
+            num_saved=int(total("kv_eviction_blocks_saved")),
+            num_running=int(total("num_requests_running")),
+            num_waiting=int(total("num_requests_waiting")),
+            num_evicted=int(total("kv_eviction_requests_total")),
+            num_freed=int(total("kv_eviction_blocks_freed_total")),
+            num_freed_bytes=int(total("kv_eviction_bytes_freed_total")),
+            num_refused=int(total("kv_eviction_refusals_total")),
+            selection_seconds=total("kv_eviction_selection_seconds_sum"),
+            evicts=any(sample.name.startswith("vllm:kv_eviction_") for sample in samples),
+        )
+
+    @classmethod
+    def fetch(cls, url: str) -> "Snapshot":
+        """Asks a server.
+
+        Args:
+            url: The server's address, such as `http://localhost:8000`.
+
+        Returns:
+            The snapshot.
+
+        Raises:
+            TopError: If the server does not answer, or is none of vLLM's.
+        """
+        try:
+            with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=_TIMEOUT) as response:
+                text = response.read().decode()
+        except (OSError, ValueError) as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise TopError(
+                f"{url} does not answer ({reason}); give the server's address with --url"
+            ) from None
+        return cls.parse(text)
+
+
+def render(snapshot: Snapshot) -> RenderableType:
+    """Draws a snapshot.
+
+    Args:
+        snapshot: What to draw.
+
+    Returns:
+        Something that rich prints.
+    """
+    scale = max(snapshot.num_blocks, snapshot.num_needed)
+    blocks = Table.grid(padding=(0, 2))
+    for name, number, color in (
+        ("blocks used", snapshot.num_used, "green"),
+        ("blocks saved", snapshot.num_saved, "cyan"),
+        ("full cache", snapshot.num_needed, "yellow"),
+        ("pool", snapshot.num_blocks, "white"),
+    ):
+        bar = Bar(max(scale, 1), 0, number, width=_BAR_WIDTH, color=color)
+        share = f"{100 * number / snapshot.num_blocks:.0f} % of the pool"
+        blocks.add_row(name, Text(str(number), justify="right"), bar, share)
+    requests = (
+        f"requests      {snapshot.num_running} running, {snapshot.num_waiting} waiting; "
+        f"{snapshot.num_evicted} evicted, {snapshot.num_refused} refused since the start"
+    )
+    freed = (
+        f"since start   {snapshot.num_freed} blocks freed "
+        f"({snapshot.num_freed_bytes / 2**20:.1f} MiB), {snapshot.selection_seconds:.2f} s spent "
+        "selecting"
+    )
+    lines = [requests, freed]
+    if not snapshot.evicts:
+        lines = [requests.split(";")[0], "This server runs without --kv-eviction."]
+    return Group(blocks, *lines)
+
+
+def watch(url: str, interval: float, console: Console) -> None:
+    """Draws a server's snapshots until it is interrupted.
+
+    Args:
+        url: The server's address.
+        interval: Seconds between snapshots.
+        console: Where to draw.
+
+    Raises:
+        TopError: If the server does not answer, or stops to.
+    """
+    with Live(render(Snapshot.fetch(url)), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            live.update(render(Snapshot.fetch(url)), refresh=True)
