@@ -33,6 +33,7 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     ({"safeguard": 2.0}, "safeguard = 2.0", "less than or equal to 1"),
     ({"num_sinks": -1}, "num_sinks = -1", "greater than or equal to 0"),
     ({"num_sinks": 1.5}, "num_sinks = 1.5", "valid integer"),
+    ({"check_integrity": 1}, "check_integrity = 1", "valid boolean"),
     ({"budgets": 512}, "unknown key 'budgets'", "accepted keys: method, budget, window"),
     ({1: 2}, "1 = ", "strings"),
 ]

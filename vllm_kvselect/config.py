@@ -43,6 +43,8 @@ class EvictionConfig(BaseModel):
         safeguard: Share of a head's even budget that adaptive allocation may not take away
             (AdaKV, arXiv 2407.11550, section 4.2).
         num_sinks: First tokens that `streaming-llm` retains besides the latest ones.
+        check_integrity: Whether the scheduler checks all blocks after every step and stops requests
+            whose blocks are wrong. For debugging: its cost grows with the cache.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -55,6 +57,7 @@ class EvictionConfig(BaseModel):
     eps: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1e-4
     safeguard: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
     num_sinks: Annotated[int, Field(ge=0)] = 4
+    check_integrity: bool = False
 
     @field_validator("budget")
     @classmethod
