@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from tests.engine.machine import BlockAccounting
-from tests.engine.simulated_server import IntegrityError, LostError
+from tests.engine.simulated_server import IntegrityError, LostError, Server, Settings
 from tests.engine.tagged_worker import WrongEntryError
 from vllm_kvselect.engine import batch
 from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, Rows, Split, Splitter
@@ -43,6 +43,18 @@ def run(num_servers: int, seen: Counter[str], **changes: Any) -> None:
     machine = type("Machine", (BlockAccounting,), {"seen": seen})
     changed = settings(profile, max_examples=num_servers, **changes)
     run_state_machine_as_test(machine, settings=changed)
+
+
+def test_priority_preemption_leaves_no_hash_of_blocks_that_were_never_computed() -> None:
+    # vLLM hashes blocks when it schedules them. When r2 needs a block in the same step, r1 is
+    # preempted before its blocks are computed; soon after, it finds them by their hashes.
+    settings = Settings(long_prefill_token_threshold=12, policy="priority")
+    for num_output in range(1, 12):
+        server = Server(settings)
+        server.add([*range(1000, 1150)], 20, priority=2)
+        server.step(100)
+        server.add([*range(5000, 5027)], num_output, priority=0)
+        server.drain()
 
 
 def test_ten_thousand_steps(request: pytest.FixtureRequest) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
@@ -25,6 +26,8 @@ class HeadwiseManager(FullAttentionManager):
     def __init__(self, kv_cache_spec: "HeadwiseSpec", **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.eviction = kv_cache_spec.eviction
+        # While the scheduler schedules: what was hashed of each request before, in blocks.
+        self._num_hashed_before: dict[str, int] | None = None
 
     def plan(self, num_prompt_tokens: int) -> RetentionPlan | None:
         """The plan of a prompt, the same that the workers compute."""
@@ -60,6 +63,9 @@ class HeadwiseManager(FullAttentionManager):
 
         Those will be overwritten, or hold tokens generated from a context with dropped entries.
         """
+        if self._num_hashed_before is not None:
+            num_hashed = self.num_cached_block.get(request.request_id, 0)
+            self._num_hashed_before.setdefault(request.request_id, num_hashed)
         super().cache_blocks(
             request,
             min(num_tokens, self.max_cache_hit_tokens(request)),
@@ -82,3 +88,25 @@ class HeadwiseManager(FullAttentionManager):
         retention_plan = self.plan(num_prompt_tokens)
         if retention_plan is not None:
             self._remove_blocks_in_range(request_id, 0, retention_plan.first_packed)
+
+    def new_step_starts(self) -> None:
+        """Notes that the scheduler begins to schedule."""
+        super().new_step_starts()
+        self._num_hashed_before = {}
+
+    def take_new_block_ids(self) -> list[int]:
+        """vLLM's; it is called when the step is scheduled, and so will be computed."""
+        self._num_hashed_before = None
+        return super().take_new_block_ids()
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """vLLM's, without the hashes of blocks that will never be computed.
+
+        vLLM hashes blocks when it schedules them. Under `--scheduling-policy priority` it may then
+        preempt their request in the same step, and leaves hashes that find whatever is in there.
+        """
+        blocks = super().pop_blocks_for_free(request_id)
+        num_computed = (self._num_hashed_before or {}).pop(request_id, None)
+        if num_computed is not None:
+            self.block_pool.evict_blocks({block.block_id for block in blocks[num_computed:]})
+        return blocks
