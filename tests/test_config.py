@@ -46,6 +46,7 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     ({"num_sinks": 1.5}, "num_sinks = 1.5", "valid integer"),
     ({"allow_override": ["window"]}, "allow_override = 'window'", "'method' or 'budget'"),
     ({"allow_override": "budget"}, "allow_override = 'budget'", "valid tuple"),
+    ({"check_integrity": 1}, "check_integrity = 1", "valid boolean"),
     ({"budgets": 512}, "unknown key 'budgets'", "accepted keys: method, budget, window"),
     ({1: 2}, "1 = ", "strings"),
 ]

@@ -75,6 +75,8 @@ class EvictionConfig(BaseModel):
         seed: Seed of `random`.
         allow_override: Fields that a request may change for itself (see `vllm_kvselect.request`).
             None by default: clients then cannot ask for more memory than the operator planned.
+        check_integrity: Whether the scheduler checks all blocks after every step and stops requests
+            whose blocks are wrong. For debugging: its cost grows with the cache.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -96,6 +98,7 @@ class EvictionConfig(BaseModel):
     num_sinks: Annotated[int, Field(ge=0)] = 4
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     allow_override: tuple[OverrideName, ...] = ()
+    check_integrity: bool = False
 
     @field_validator("budget")
     @classmethod

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.engine.checked_scheduler import CheckedScheduler
 from vllm_kvselect.tiny_model import tiny_model
 
 
@@ -79,6 +81,15 @@ def test_bad_options_end_with_one_line(
 def test_options_without_a_method_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--kv-eviction-budget has no effect without"):
         parse("--kv-eviction-budget", "512")
+
+
+def test_integrity_check_takes_the_place_of_the_scheduler() -> None:
+    args = parse("--kv-eviction", "adakv", "--kv-eviction-check-integrity")
+    assert args.additional_config["kv_eviction"]["check_integrity"] is True
+    scheduler = args.create_engine_config().scheduler_config.get_scheduler_cls()
+    assert scheduler is CheckedScheduler
+    stock: Any = parse("--kv-eviction", "adakv").create_engine_config()
+    assert stock.scheduler_config.get_scheduler_cls() is Scheduler
 
 
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:

@@ -172,6 +172,13 @@ def test_parallelism_and_other_workers_are_refused(
         refuse_unsupported(vllm_config, EvictionConfig())
 
 
+def test_another_scheduler_and_the_integrity_check_exclude_each_other() -> None:
+    scheduler = "vllm.v1.core.sched.scheduler.Scheduler"
+    create({}, scheduler_cls=scheduler)
+    with pytest.raises(ConfigError, match=r"scheduler_cls = 'vllm.*leave one of them out"):
+        create({"check_integrity": True}, scheduler_cls=scheduler)
+
+
 def test_layers_of_different_shapes_are_refused() -> None:
     shape: dict[str, Any] = {"block_size": 32, "head_size": 64, "dtype": torch.float32}
     one, two = (HeadwiseSpec(num_kv_heads=n, eviction=EvictionConfig(), **shape) for n in (1, 2))

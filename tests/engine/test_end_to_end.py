@@ -262,3 +262,33 @@ def test_offsets_of_every_layer_hand_out_every_page(
     assert torch.equal(state.offsets[used[0], :, -1], torch.full((30,), 3 * num_packed))
     assert (state.offsets[used[0]].diff(dim=-1) >= 0).all()
     assert state.offsets[used[0]].diff(dim=-1).unique().numel() > 1
+
+
+def test_integrity_check_stops_the_request_and_not_the_engine(
+    start_engine: EngineFactory, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = make_prompts([600, 900, 100])
+    with start_engine(EVICTION | {"check_integrity": True}, 200) as engine:
+        expected = [output.token_ids for output in engine.outputs(prompts, 40)]
+        schedule, num_steps = Scheduler.schedule, 0
+
+        def hash_a_packed_block(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 20:
+                (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
+                request = next(r for r in scheduler.running if r.num_prompt_tokens == 900)
+                blocks = manager.req_to_blocks[request.request_id]
+                first = manager.plan(900).first_packed
+                manager.block_pool.cache_full_blocks(request, blocks, first, first + 1, 32, 0)
+            return schedule(scheduler, *args, **kwargs)
+
+        monkeypatch.setattr(Scheduler, "schedule", hash_a_packed_block)
+        outputs = engine.outputs(prompts, 40)
+        assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
+        assert list(outputs[1].token_ids) == list(expected[1])[: len(outputs[1].token_ids)]
+        assert len(outputs[1].token_ids) < 40
+        assert [outputs[0].token_ids, outputs[2].token_ids] == [expected[0], expected[2]]
+        # The planted block is not found in the prefix cache, and nothing is lost.
+        assert [output.token_ids for output in engine.outputs(prompts, 40)] == expected
+        assert engine.blocks_in_use() == 0

@@ -26,6 +26,10 @@ from vllm_kvselect.retention import budget_entries, plan
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 _WORKER = "vllm_kvselect.engine.worker.EvictionCPUWorker"
+_CHECKED_SCHEDULERS = {
+    False: "vllm_kvselect.engine.checked_scheduler.CheckedScheduler",
+    True: "vllm_kvselect.engine.checked_scheduler.CheckedAsyncScheduler",
+}
 _CPU_BLOCK_SIZE = 32
 """The smallest block of the CPU kernel's tiles: packed budgets waste the least in it."""
 
@@ -73,6 +77,12 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "default.",
     )
     group.add_argument(
+        "--kv-eviction-check-integrity",
+        action="store_true",
+        default=None,
+        help="Check all KV cache blocks after every step; stop requests whose blocks are wrong.",
+    )
+    group.add_argument(
         "--kv-eviction-config",
         metavar="FILE",
         help="YAML file with these and further settings; options on the command line win.",
@@ -107,7 +117,14 @@ def _values(args: argparse.Namespace) -> dict[str, Any] | None:
     """
     flags = {
         name: value
-        for name in ("method", "budget", "window", "alpha", "allow_override")
+        for name in (
+            "method",
+            "budget",
+            "window",
+            "alpha",
+            "allow_override",
+            "check_integrity",
+        )
         if (value := getattr(args, f"kv_eviction_{name}", None)) is not None
     }
     path = getattr(args, "kv_eviction_config", None)
@@ -186,6 +203,9 @@ def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
     refuse_unsupported(vllm_config, eviction)
     vllm_config.additional_config[CONFIG_KEY] = eviction.model_dump()
     vllm_config.parallel_config.worker_cls = _WORKER
+    if eviction.check_integrity:
+        is_async = vllm_config.scheduler_config.async_scheduling
+        vllm_config.scheduler_config.scheduler_cls = _CHECKED_SCHEDULERS[bool(is_async)]
     logger.info("%s", describe(vllm_config, eviction))
 
 

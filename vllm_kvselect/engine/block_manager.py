@@ -29,6 +29,8 @@ class HeadwiseManager(FullAttentionManager):
         super().__init__(kv_cache_spec, **kwargs)
         self.eviction = kv_cache_spec.eviction
         self._plans: dict[str, RetentionPlan] = {}
+        # While the scheduler schedules: what was hashed of each request before, in blocks.
+        self._num_hashed_before: dict[str, int] | None = None
 
     def plan(self, request: Request) -> RetentionPlan | None:
         """The plan of a request's prompt, the same that the workers compute.
@@ -59,11 +61,6 @@ class HeadwiseManager(FullAttentionManager):
         self._plans[request.request_id] = retention_plan
         return retention_plan.first_packed * self.block_size
 
-    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Forgets a request that ends or is preempted; its blocks are vLLM's to free."""
-        self._plans.pop(request_id, None)
-        return super().pop_blocks_for_free(request_id)
-
     def cache_blocks(
         self,
         request: Request,
@@ -76,6 +73,9 @@ class HeadwiseManager(FullAttentionManager):
 
         Those will be overwritten, or hold tokens generated from a context with dropped entries.
         """
+        if self._num_hashed_before is not None:
+            num_hashed = self.num_cached_block.get(request.request_id, 0)
+            self._num_hashed_before.setdefault(request.request_id, num_hashed)
         retention_plan = self.plan(request)
         if retention_plan is not None:
             num_tokens = min(num_tokens, retention_plan.first_packed * self.block_size)
@@ -101,3 +101,26 @@ class HeadwiseManager(FullAttentionManager):
         retention_plan = self._plans.get(request_id)
         if retention_plan is not None:
             self._remove_blocks_in_range(request_id, 0, retention_plan.first_packed)
+
+    def new_step_starts(self) -> None:
+        """Notes that the scheduler begins to schedule."""
+        super().new_step_starts()
+        self._num_hashed_before = {}
+
+    def take_new_block_ids(self) -> list[int]:
+        """vLLM's; it is called when the step is scheduled, and so will be computed."""
+        self._num_hashed_before = None
+        return super().take_new_block_ids()
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """Forgets a request that ends or is preempted, and hashes of what will not be computed.
+
+        vLLM hashes blocks when it schedules them. Under `--scheduling-policy priority` it may then
+        preempt their request in the same step, and leaves hashes that find whatever is in there.
+        """
+        self._plans.pop(request_id, None)
+        blocks = super().pop_blocks_for_free(request_id)
+        num_computed = (self._num_hashed_before or {}).pop(request_id, None)
+        if num_computed is not None:
+            self.block_pool.evict_blocks({block.block_id for block in blocks[num_computed:]})
+        return blocks

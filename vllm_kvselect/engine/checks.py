@@ -29,6 +29,7 @@ def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> Non
         *_feature_problems(vllm_config),
         *_block_problems(vllm_config),
         *settings_problems(vllm_config, eviction),
+        *_scheduler_problems(vllm_config, eviction),
     ]
     if problems:
         raise ConfigError("kv_eviction cannot be used here: " + "; ".join(problems))
@@ -123,6 +124,16 @@ def _feature_problems(vllm_config: VllmConfig) -> list[str]:
         "KV sharing between layers (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
     }
     return [f"{name} is not supported; switch it off" for name, on in features.items() if on]
+
+
+def _scheduler_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    scheduler = vllm_config.scheduler_config.scheduler_cls
+    if eviction.check_integrity and scheduler is not None:
+        return [
+            f"scheduler_cls = {scheduler!r} replaces the scheduler that check_integrity needs; "
+            "leave one of them out"
+        ]
+    return []
 
 
 def _plain_dtypes(vllm_config: VllmConfig) -> tuple[str, str]:

@@ -1,0 +1,147 @@
+"""A state machine: whatever clients do, in any order, to servers of any settings.
+
+Examples are small on purpose: blocks of 4 or 8 tokens, prompts next to every border, and pools that
+barely hold the longest request, so that requests are preempted all the time.
+"""
+
+from collections import Counter
+from typing import ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from tests.engine.simulated_server import MAX_MODEL_LEN, Server, Settings
+from vllm_kvselect.config import EvictionConfig
+
+MAX_UNFINISHED = 10
+
+
+@st.composite
+def settings_of_servers(draw: st.DrawFn) -> Settings:
+    block_size = draw(st.sampled_from((4, 8)))
+    window = draw(st.integers(1, 10))
+    entries = window + block_size + draw(st.sampled_from((0, 1, 7, 24)))
+    return Settings(
+        block_size=block_size,
+        num_spare_blocks=draw(st.integers(0, 16)),
+        eviction=EvictionConfig(
+            method="adakv",
+            window=window,
+            budget=draw(st.sampled_from((entries, entries, entries, 0.3))),
+        ),
+        max_num_seqs=draw(st.integers(2, 6)),
+        max_num_batched_tokens=draw(st.integers(8, 200)),
+        long_prefill_token_threshold=draw(st.sampled_from((0, 0, 12))),
+        policy=draw(st.sampled_from(("fcfs", "fcfs", "priority"))),
+        async_scheduling=draw(st.booleans()),
+        enable_prefix_caching=draw(st.sampled_from((True, True, True, False))),
+        scheduler_reserve_full_isl=draw(st.booleans()),
+    )
+
+
+class BlockAccounting(RuleBasedStateMachine):
+    """Arrivals, steps, stops, aborts, preemptions and resets in any order."""
+
+    seen: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.server: Server | None = None
+
+    @initialize(settings=settings_of_servers(), seed=st.integers(0, 2**16))
+    def start(self, settings: Settings, seed: int) -> None:
+        self.server = Server(settings, seed, self.seen)
+        self.seen["servers"] += 1
+
+    def pick(self, index: int) -> str:
+        names = list(self.server.unfinished)
+        return names[index % len(names)]
+
+    def length(self, border: int, blocks: int, beside: int) -> int:
+        """Lengths at and next to every border: block multiples, the window, the budget."""
+        settings = self.server.settings
+        window, budget = settings.eviction.window, settings.eviction.budget
+        entries = budget if isinstance(budget, int) else 4 * settings.block_size
+        borders = (0, window, entries, entries + window, entries + settings.block_size)
+        length = borders[border] + blocks * settings.block_size + beside
+        return max(1, min(length, MAX_MODEL_LEN - 1))
+
+    def text(self, source: int, length: int, keep: int) -> list[int]:
+        """A prompt: shared with others, new, or going on where an earlier answer ended."""
+        texts = self.server.texts
+        own = [-(10_000 * (len(self.server.all) + 1) + i) for i in range(length)]
+        if source == 0:
+            return own
+        if source <= 3:
+            shared = [-(100 * source + 1_000_000 + i) for i in range(length)]
+        else:
+            shared = texts[source % len(texts)][:length] if texts else []
+        return shared[: length - keep] + own[: length - len(shared[: length - keep])]
+
+    @precondition(lambda self: len(self.server.unfinished) < MAX_UNFINISHED)
+    @rule(
+        source=st.integers(0, 8),
+        border=st.integers(0, 4),
+        blocks=st.integers(0, 14),
+        beside=st.integers(-1, 1),
+        keep=st.sampled_from((0, 0, 1, 9, 40)),
+        max_tokens=st.integers(1, 70),
+        samples=st.sampled_from((1, 1, 1, 2, 3)),
+        priority=st.integers(0, 2),
+    )
+    def arrive(
+        self,
+        source: int,
+        border: int,
+        blocks: int,
+        beside: int,
+        keep: int,
+        max_tokens: int,
+        samples: int,
+        priority: int,
+    ) -> None:
+        prompt = self.text(source, self.length(border, blocks, beside), keep)
+        for _ in range(samples):
+            self.server.add(prompt, max_tokens, priority)
+
+    @rule(token_budget=st.integers(1, 200))
+    def step(self, token_budget: int) -> None:
+        self.server.step(token_budget)
+
+    @rule(num_steps=st.integers(2, 24), token_budget=st.sampled_from((5, 16, 64, 200)))
+    def steps(self, num_steps: int, token_budget: int) -> None:
+        for _ in range(num_steps):
+            self.server.step(token_budget)
+
+    @precondition(lambda self: self.server.unfinished)
+    @rule(index=st.integers(0, MAX_UNFINISHED), between=st.booleans())
+    def abort(self, index: int, between: bool) -> None:
+        request_id = self.pick(index)
+        if between:
+            self.server.step(64, lambda: self.server.abort(request_id))
+        else:
+            self.server.abort(request_id)
+
+    @precondition(lambda self: self.server.unfinished)
+    @rule(index=st.integers(0, MAX_UNFINISHED))
+    def stop(self, index: int) -> None:
+        self.server.unfinished[self.pick(index)].stops = True
+
+    @rule(running=st.booleans())
+    def reset_prefix_cache(self, running: bool) -> None:
+        self.server.scheduler.reset_prefix_cache(reset_running_requests=running)
+        self.server.seen["resets"] += 1
+
+    @rule()
+    def shuffle(self) -> None:
+        self.server.worker.shuffle()
+
+    def teardown(self) -> None:
+        # A step that failed is not to be hidden by what fails in its wake.
+        if self.server is not None and not self.server.in_step:
+            self.server.drain()
+            worker = self.server.worker
+            self.seen["completions"] += worker.num_completions
+            self.seen["reads of retained entries"] += worker.num_headwise
+            self.seen["resumed past the prompt"] += worker.num_resumed_past_prompt
+            self.seen["windows in several chunks"] += worker.num_windows_in_chunks

@@ -1,0 +1,326 @@
+"""A server in miniature: vLLM's real scheduler and KV cache manager with our spec, and no model.
+
+`TaggedWorker` takes the model's place. After every scheduling step the package's own integrity
+check runs, and facts that are counted here, in blocks and tokens, independently of the package.
+"""
+
+import copy
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from random import Random
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.plugins import load_general_plugins
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.engine.tagged_worker import NUM_KV_HEADS, TaggedWorker, retained_blocks
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.integrity import find_violations
+from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.tiny_model import tiny_model
+
+MAX_MODEL_LEN = 160
+STOP_TOKEN = 1
+EVICTION = EvictionConfig(method="adakv", budget=20, window=4)
+
+
+class IntegrityError(AssertionError):
+    """The package's own check found something."""
+
+
+class LostError(AssertionError):
+    """A request, a token or a block went missing, or appeared from nowhere."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a server is started with; but for the first three, vLLM's own names."""
+
+    block_size: int = 4
+    num_spare_blocks: int = 0
+    eviction: EvictionConfig = EVICTION
+    max_num_seqs: int = 6
+    max_num_batched_tokens: int = 200
+    long_prefill_token_threshold: int = 0
+    policy: str = "fcfs"
+    async_scheduling: bool = False
+    enable_prefix_caching: bool = True
+    scheduler_reserve_full_isl: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        """vLLM itself refuses a pool that cannot hold the longest request, and takes one block."""
+        return MAX_MODEL_LEN // self.block_size + 1 + self.num_spare_blocks
+
+
+@cache
+def vllm_config() -> VllmConfig:
+    load_general_plugins()
+    init_none_hash(sha256)
+    arguments: dict[str, Any] = {"model": str(tiny_model()), "max_model_len": MAX_MODEL_LEN}
+    return EngineArgs(**arguments, max_num_batched_tokens=256).create_engine_config()
+
+
+@cache
+def structured_output_manager() -> StructuredOutputManager:
+    return StructuredOutputManager(vllm_config())
+
+
+def make_scheduler(settings: Settings, scheduler_class: type[Scheduler]) -> Scheduler:
+    config = copy.copy(vllm_config())
+    config.model_config = copy.copy(config.model_config)
+    config.model_config.max_model_len = MAX_MODEL_LEN
+    scheduling = config.scheduler_config = copy.copy(config.scheduler_config)
+    scheduling.max_num_seqs = settings.max_num_seqs
+    scheduling.max_num_batched_tokens = settings.max_num_batched_tokens
+    scheduling.long_prefill_token_threshold = settings.long_prefill_token_threshold
+    scheduling.policy = settings.policy
+    scheduling.async_scheduling = settings.async_scheduling
+    scheduling.scheduler_reserve_full_isl = settings.scheduler_reserve_full_isl
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.num_gpu_blocks = settings.num_blocks
+    config.cache_config.enable_prefix_caching = settings.enable_prefix_caching
+    spec = HeadwiseSpec(
+        block_size=settings.block_size,
+        num_kv_heads=NUM_KV_HEADS,
+        head_size=8,
+        dtype=torch.float32,
+        eviction=settings.eviction,
+    )
+    kv_cache = KVCacheConfig(settings.num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    return scheduler_class(config, kv_cache, structured_output_manager(), settings.block_size)
+
+
+@dataclass
+class Expected:
+    """What is known of a request from outside."""
+
+    number: int
+    prompt: list[int]
+    max_tokens: int
+    received: list[int] = field(default_factory=list)
+    stops: bool = False
+
+    def token(self, index: int) -> int:
+        return 10_000 * self.number + index
+
+
+class Server:
+    """A scheduler, a worker, and between them the steps in flight that vLLM's engine core keeps.
+
+    Args:
+        settings: What the server is started with.
+        seed: Shuffles the rows of its batches.
+        seen: Counts what happens.
+        scheduler_class: vLLM's own by default.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        seed: int = 0,
+        seen: Counter[str] | None = None,
+        scheduler_class: type[Scheduler] | None = None,
+    ) -> None:
+        self.settings, self.seen = settings, Counter() if seen is None else seen
+        stock = AsyncScheduler if settings.async_scheduling else Scheduler
+        self.scheduler = make_scheduler(settings, scheduler_class or stock)
+        self.worker = TaggedWorker(
+            settings.eviction,
+            settings.num_blocks,
+            settings.block_size,
+            settings.max_num_seqs,
+            MAX_MODEL_LEN,
+            self._sample,
+            Random(seed),
+        )
+        self.unfinished: dict[str, Expected] = {}
+        self.all: dict[str, Expected] = {}
+        self.texts: list[list[int]] = []
+        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._depth = 2 if settings.async_scheduling else 1
+        self._num_idle = 0
+        self.in_step = False
+
+    def _sample(self, request_id: str, index: int) -> int:
+        expected = self.all[request_id]
+        return STOP_TOKEN if expected.stops else expected.token(index)
+
+    def add(self, prompt: list[int], max_tokens: int, priority: int = 0) -> str:
+        expected = Expected(len(self.all) + 1, prompt, max_tokens)
+        request_id = f"r{expected.number}"
+        self.all[request_id] = self.unfinished[request_id] = expected
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[STOP_TOKEN])
+        hasher = get_request_block_hasher(self.settings.block_size, sha256)
+        request = Request(
+            request_id,
+            list(prompt),
+            params,
+            None,
+            arrival_time=float(expected.number),
+            priority=priority,
+            block_hasher=hasher if self.settings.enable_prefix_caching else None,
+        )
+        self.scheduler.add_request(request)
+        self.seen["requests"] += 1
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        self.texts.append(self.unfinished.pop(request_id).prompt)
+        self.seen["aborted"] += 1
+
+    def step(self, token_budget: int = 200, between: Callable[[], None] = lambda: None) -> None:
+        """One turn of the engine core: schedule and execute, or take a result.
+
+        Args:
+            token_budget: Tokens of this step at most.
+            between: What happens between execution and its result.
+        """
+        self.in_step = True
+        self.scheduler.max_num_scheduled_tokens = min(
+            token_budget, self.settings.max_num_batched_tokens
+        )
+        preempted = {r.request_id: r.num_preemptions for r in self.scheduler.requests.values()}
+        output = self.scheduler.schedule()
+        self.seen["steps"] += output.total_num_scheduled_tokens > 0
+        for request in self.scheduler.requests.values():
+            self.seen["preempted"] += request.num_preemptions - preempted[request.request_id]
+        self.check(output)
+        self._in_flight.appendleft((output, self.worker.execute(output)))
+        between()
+        while len(self._in_flight) >= self._depth or (
+            self._in_flight and not output.total_num_scheduled_tokens
+        ):
+            self._take_result()
+        self._num_idle = 0 if output.total_num_scheduled_tokens else self._num_idle + 1
+        if self._num_idle > self._depth + 1 and self.unfinished:
+            raise LostError(f"nothing runs, but {list(self.unfinished)} are not finished")
+        self.in_step = False
+
+    def _take_result(self) -> None:
+        for outputs in self.scheduler.update_from_output(*self._in_flight.pop()).values():
+            for output in outputs.outputs:
+                self.receive(output.request_id, output.new_token_ids, output.finish_reason)
+
+    def receive(self, request_id: str, tokens: list[int], reason: FinishReason | None) -> None:
+        expected = self.unfinished.get(request_id)
+        if expected is None:
+            raise LostError(f"{request_id} is finished, but got {tokens}")
+        for token in tokens:
+            index = len(expected.received)
+            if token not in (expected.token(index), STOP_TOKEN):
+                raise LostError(f"{request_id} got token {token} at {index}")
+            expected.received.append(token)
+        num_tokens = len(expected.prompt) + len(expected.received)
+        if expected.received[-1:] == [STOP_TOKEN]:
+            due = FinishReason.STOP
+        elif len(expected.received) >= expected.max_tokens or num_tokens >= MAX_MODEL_LEN:
+            due = FinishReason.LENGTH
+        else:
+            due = None
+        if reason != due:
+            raise LostError(f"{request_id} ended with {reason} after {len(expected.received)}")
+        if reason is not None:
+            del self.unfinished[request_id]
+            self.texts.append(expected.prompt + expected.received)
+            self.seen[f"finished: {reason}"] += 1
+
+    # What must hold after a step
+
+    def check(self, output: SchedulerOutput) -> None:
+        violations = find_violations(self.scheduler.kv_cache_manager, self.scheduler.requests)
+        if violations:
+            raise IntegrityError("\n".join(map(str, violations)))
+        self.check_nobody_is_lost()
+        self.check_hits(output)
+        for request in self.scheduler.requests.values():
+            self.check_blocks(request, request.request_id in output.num_scheduled_tokens)
+
+    def check_nobody_is_lost(self) -> None:
+        scheduler = self.scheduler
+        queued = [*scheduler.running, *scheduler.waiting, *scheduler.kv_holding_waiting]
+        names = sorted(request.request_id for request in queued)
+        if not names == sorted(scheduler.requests) == sorted(self.unfinished):
+            raise LostError(f"queued {names}, unfinished {sorted(self.unfinished)}")
+
+    def check_hits(self, output: SchedulerOutput) -> None:
+        """A hit is whole blocks, leaves a token to compute, and ends before the packed blocks."""
+        cached = output.scheduled_cached_reqs
+        hits = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        hits |= {
+            request_id: num_tokens
+            for request_id, num_tokens in zip(
+                cached.req_ids, cached.num_computed_tokens, strict=True
+            )
+            if request_id in cached.resumed_req_ids
+        }
+        for request_id, num_tokens in hits.items():
+            request = self.scheduler.requests[request_id]
+            retained = self.retained(request)
+            cap = request.num_tokens - 1
+            if retained:
+                cap = retained.num_freed * self.settings.block_size
+            if num_tokens % self.settings.block_size or num_tokens > cap:
+                raise LostError(f"{request_id} hits {num_tokens} tokens of at most {cap}")
+            self.seen["hits"] += num_tokens > 0
+            self.seen["hits up to the cap"] += bool(retained) and num_tokens == cap
+
+    def check_blocks(self, request: Request, is_scheduled: bool) -> None:
+        """A request holds a block for each started one of its tokens, less those freed."""
+        (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        blocks = manager.req_to_blocks.get(request.request_id, [])
+        num_held = sum(not block.is_null for block in blocks)
+        if request.status != RequestStatus.RUNNING:
+            expected = 0
+        else:
+            expected = -(-request.num_computed_tokens // self.settings.block_size)
+            # The step of its last prompt token must be over before anything is freed.
+            processed = request.num_computed_tokens - request.num_in_flight_tokens
+            retained = self.retained(request)
+            if retained and processed >= request.num_prompt_tokens and is_scheduled:
+                expected -= retained.num_freed
+                self.seen["steps of a request with freed blocks"] += 1
+            elif retained and processed >= request.num_prompt_tokens:
+                expected = num_held  # not looked at in this step: whatever it had
+        if num_held != expected:
+            raise LostError(f"{request.request_id} holds {num_held} blocks, not {expected}")
+
+    def retained(self, request: Request) -> Any:
+        eviction, block_size = self.settings.eviction, self.settings.block_size
+        return retained_blocks(request.num_prompt_tokens, block_size, eviction)
+
+    def drain(self) -> None:
+        """Runs until everybody is finished; then the pool is as it was at the start."""
+        for _ in range(2000):
+            if not self.unfinished and not self._in_flight:
+                break
+            self.step(64)
+        self.check_end()
+
+    def check_end(self) -> None:
+        if self.unfinished or self.scheduler.requests:
+            raise LostError(f"never finished: {list(self.unfinished)}")
+        pool = self.scheduler.kv_cache_manager.block_pool
+        (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        if pool.get_num_free_blocks() != self.settings.num_blocks - 1:
+            raise LostError(f"{pool.get_num_free_blocks()} of {self.settings.num_blocks} free")
+        if any(manager.req_to_blocks.values()) or manager.num_cached_block:
+            raise LostError("finished requests leave entries behind")
+        if not self.scheduler.reset_prefix_cache():
+            raise LostError("the prefix cache cannot be reset when nobody runs")

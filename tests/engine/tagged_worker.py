@@ -1,0 +1,352 @@
+"""A worker that runs no model: its cache holds tags, so reading a wrong entry is seen at once.
+
+It keeps batches and block tables as vLLM's model runner does, and lets the product's own `Splitter`
+and `RetentionState` say what is read, packed and remembered. Every entry is written with a tag of
+the tokens it was computed from, its layer and its head; every read is compared with the tags that
+the reading request must see.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from vllm_kvselect.compaction import packed_slots
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, Split, Splitter
+from vllm_kvselect.engine.prompts import LivePrompts
+from vllm_kvselect.engine.state import RetentionState
+
+NUM_LAYERS, NUM_KV_HEADS = 2, 2
+CODES = np.arange(NUM_LAYERS * NUM_KV_HEADS).reshape(NUM_LAYERS, NUM_KV_HEADS)
+
+
+class WrongEntryError(AssertionError):
+    """A request read something other than its own entries."""
+
+
+def require(condition: object, *explanation: object) -> None:
+    if not condition:
+        raise WrongEntryError(" ".join(map(str, explanation)))
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What a request must retain, found by counting blocks and not by the plan's formulas."""
+
+    num_freed: int
+    tail_start: int
+
+
+def retained_blocks(
+    num_prompt_tokens: int, block_size: int, eviction: EvictionConfig
+) -> Retained | None:
+    """The fewest whole blocks that, with the blocks of the window, meet the budget."""
+    budget = eviction.budget
+    if isinstance(budget, float):
+        budget = int(np.ceil(budget * num_prompt_tokens))
+    tail_start = 0
+    while (tail_start + 1) * block_size <= num_prompt_tokens - eviction.window:
+        tail_start += 1
+    first_retained = tail_start - 1
+    while first_retained > 0 and num_prompt_tokens - first_retained * block_size < budget:
+        first_retained -= 1
+    return Retained(first_retained, tail_start) if first_retained > 0 else None
+
+
+class Row:
+    """A request as the model runner knows it: its tokens, their tags and its block table."""
+
+    def __init__(self, request_id: str, prompt: list[int], table: list[int], max_len: int) -> None:
+        self.request_id, self.num_prompt_tokens = request_id, len(prompt)
+        self.tokens, self.table = list(prompt), list(table)
+        self.num_computed = self.num_new = 0
+        self.tags = np.zeros(max_len + 1, dtype=np.int64)
+        self.num_tagged = 0
+        self.retained: Retained | None = None
+        self.packed: list[list[np.ndarray]] = []
+
+    @property
+    def seq_len(self) -> int:
+        return self.num_computed + self.num_new
+
+    @property
+    def stock_len(self) -> int:
+        """Tokens whose attention reads the whole cache."""
+        return min(self.seq_len, self.num_prompt_tokens) if self.retained else self.seq_len
+
+
+class TaggedWorker:
+    """Executes what a scheduler schedules.
+
+    Args:
+        eviction: The configuration.
+        num_blocks: Blocks of the cache.
+        block_size: Tokens per block.
+        max_num_seqs: Requests that run at once.
+        max_len: Longest request.
+        sample: `sample(request_id, index)`: the output token of a request at an index.
+        random: Shuffles rows and draws what is retained.
+    """
+
+    def __init__(
+        self,
+        eviction: EvictionConfig,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_len: int,
+        sample: Callable[[str, int], int],
+        random: Random,
+    ) -> None:
+        self.eviction, self.block_size, self.max_len = eviction, block_size, max_len
+        self.sample, self.random = sample, random
+        self.requests: dict[str, Row] = {}
+        self.rows: list[Row] = []
+        self.damaged: set[str] = set()  # requests that may read what they like
+        self.cache = np.zeros((NUM_LAYERS, num_blocks, NUM_KV_HEADS, block_size), dtype=np.int64)
+        self.state = RetentionState(num_blocks, NUM_LAYERS, NUM_KV_HEADS, max_num_seqs)
+        self.prompts = LivePrompts(eviction, block_size)
+        self.splitter = Splitter(
+            eviction.window,
+            self.state,
+            lambda _: [self.prompts[row.request_id] for row in self.rows],
+            block_size,
+            NUM_KV_HEADS,
+            (1, 1),
+            torch.int64,
+        )
+        self._tag_of: dict[tuple[object, ...], int] = {}
+        self._max_windows, self._num_windows = max_num_seqs, 0
+        self._opened: dict[str, int] = {}
+        self.num_completions = self.num_headwise = self.num_resumed_past_prompt = 0
+        self.num_windows_in_chunks = 0
+
+    # The batch
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Runs one step and returns the tokens sampled in it."""
+        self._update(output)
+        if self.rows:
+            self._forward()
+        sampled = [self._sample(row) for row in self.rows]
+        ids = [row.request_id for row in self.rows]
+        return ModelRunnerOutput(ids, {name: row for row, name in enumerate(ids)}, sampled)
+
+    def shuffle(self) -> None:
+        """Reorders the batch, as backends may."""
+        self.random.shuffle(self.rows)
+
+    def _update(self, output: SchedulerOutput) -> None:
+        self.prompts.update(output)
+        for request_id in output.finished_req_ids:
+            self.requests.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            row = Row(new.req_id, new.prompt_token_ids or [], new.block_ids[0], self.max_len)
+            row.retained = retained_blocks(row.num_prompt_tokens, self.block_size, self.eviction)
+            row.num_computed = new.num_computed_tokens
+            self.requests[new.req_id] = row
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            row = self.requests[request_id]
+            row.num_computed = num_computed
+            if request_id in cached.resumed_req_ids:
+                assert blocks is not None
+                row.table, row.tokens = list(blocks[0]), list(cached.all_token_ids[request_id])
+                row.num_tagged = min(row.num_tagged, len(row.tokens))
+            elif blocks is not None:
+                row.table += blocks[0]
+        for row in self.requests.values():
+            row.num_new = output.num_scheduled_tokens.get(row.request_id, 0)
+            if row.num_new:
+                self._tag(row)
+        self._condense()
+
+    def _condense(self) -> None:
+        """Fills the rows of requests that do not run with the last ones, then appends new ones."""
+        alive = {id(row) for row in self.requests.values() if row.num_new}
+        for index in reversed(range(len(self.rows))):
+            if id(self.rows[index]) not in alive:
+                last = self.rows.pop()
+                if index < len(self.rows):
+                    self.rows[index] = last
+        in_batch = {id(row) for row in self.rows}
+        scheduled = [row for row in self.requests.values() if row.num_new]
+        self.rows += [row for row in scheduled if id(row) not in in_batch]
+
+    def _tag(self, row: Row) -> None:
+        """Tags are the same for the same prefix, but for tokens that saw dropped entries."""
+        require(len(row.tokens) >= row.seq_len, row.request_id, "has unknown tokens")
+        for index in range(row.num_tagged, row.seq_len):
+            key: tuple[object, ...] = (int(row.tags[index - 1]) if index else 0, row.tokens[index])
+            if row.retained and index >= row.num_prompt_tokens:
+                key = (*key, row.request_id)
+            row.tags[index] = self._tag_of.setdefault(key, len(self._tag_of) + 1)
+        row.num_tagged = max(row.num_tagged, row.seq_len)
+
+    def _sample(self, row: Row) -> list[int]:
+        if row.seq_len < len(row.tokens):
+            return []
+        row.tokens.append(self.sample(row.request_id, len(row.tokens) - row.num_prompt_tokens))
+        return row.tokens[-1:]
+
+    # The forward pass
+
+    def _forward(self) -> None:
+        query_lens = np.array([row.num_new for row in self.rows], dtype=np.int32)
+        query_start = np.concatenate(([0], query_lens.cumsum())).astype(np.int32)
+        for row in self.rows:
+            positions = np.arange(row.num_computed, row.seq_len)
+            blocks = np.array(row.table)[positions // self.block_size]
+            require((blocks > 0).all(), row.request_id, "writes to the null block")
+            self.cache[:, blocks, :, positions % self.block_size] = self._entries(row, positions)
+        common = self._metadata(query_start)
+        split = self.splitter.split(common)
+        if split is None:
+            split = Split(common, None, [], [], None)
+        self._read_stock(split)
+        tokens = [row.tags[row.num_computed : row.seq_len] for row in self.rows]
+        queries = torch.from_numpy(np.concatenate(tokens))
+        for partial in split.partial_windows:
+            partial.queries[:] = queries[partial.tokens][:, None, None]
+            self.num_windows_in_chunks += 1
+        self._note_windows()
+        self._complete(split, queries)
+        self._read_headwise(split.headwise, queries)
+
+    def _entries(self, row: Row, positions: np.ndarray) -> np.ndarray:
+        """Entries of some tokens, `[num_tokens, num_layers, num_kv_heads]`."""
+        return row.tags[positions][:, None, None] * CODES.size + CODES
+
+    def _metadata(self, query_start: np.ndarray) -> CommonAttentionMetadata:
+        seq_lens = torch.tensor([row.seq_len for row in self.rows], dtype=torch.int32)
+        width = max(len(row.table) for row in self.rows)
+        table = [row.table + [0] * (width - len(row.table)) for row in self.rows]
+        starts = torch.from_numpy(query_start)
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=seq_lens,
+            num_reqs=len(self.rows),
+            num_actual_tokens=int(query_start[-1]),
+            max_query_len=int(np.diff(query_start).max()),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=torch.tensor(table, dtype=torch.int32),
+            slot_mapping=torch.empty(0, dtype=torch.int64),
+        )
+
+    def _read_stock(self, split: Split) -> None:
+        """vLLM's own attention reads every token from a request's first one on."""
+        rows = [row for row in self.rows if row.num_computed < row.stock_len]
+        require(split.stock.num_reqs == len(rows), "not all prompt tokens are vLLM's")
+        tables, seq_lens = split.stock.block_table_tensor.numpy(), split.stock.seq_lens.tolist()
+        for row, table, seq_len in zip(rows, tables, seq_lens, strict=True):
+            require(seq_len == row.stock_len, row.request_id, "is cut at the wrong token")
+            self._compare(row, table, seq_len, "prefill")
+
+    def _compare(self, row: Row, table: np.ndarray, seq_len: int, what: str) -> None:
+        positions = np.arange(seq_len)
+        read = self.cache[:, table[positions // self.block_size], :, positions % self.block_size]
+        wrong = read != self._entries(row, positions)
+        if wrong.any() and row.request_id not in self.damaged:
+            first = int(wrong.any(axis=(1, 2)).argmax())
+            require(False, f"{what} of {row.request_id} read a wrong entry of token {first}")
+
+    def _note_windows(self) -> None:
+        for row in self.rows:
+            start = row.num_prompt_tokens - self.eviction.window
+            if row.retained and row.num_computed <= start < row.seq_len < row.num_prompt_tokens:
+                self._num_windows += 1
+                self._opened[row.request_id] = self._num_windows
+
+    def _complete(self, split: Split, queries: torch.Tensor) -> None:
+        rows = [
+            row
+            for row in self.rows
+            if row.retained and row.num_computed < row.num_prompt_tokens <= row.seq_len
+        ]
+        for row, completion in zip(rows, split.completions, strict=True):
+            self._check_window(row, completion, queries)
+            self._compare(row, completion.blocks.numpy(), row.num_prompt_tokens, "selection")
+            self._pack(row, completion)
+
+    def _check_window(self, row: Row, completion: Completion, queries: torch.Tensor) -> None:
+        window = self.eviction.window
+        expected = row.tags[max(0, row.num_prompt_tokens - window) : row.num_prompt_tokens]
+        read = queries[completion.window_tokens].numpy()
+        if completion.earlier_queries is not None:
+            earlier = completion.earlier_queries.numpy()[:, :, 0, 0]
+            require((earlier == earlier[0]).all(), row.request_id, "layers' windows differ")
+            read = np.concatenate((earlier[0], read))
+        elif len(read) < window:
+            # Windows of prefills that were cut off may push a waiting one out: contracts.md.
+            later = self._num_windows - self._opened.get(row.request_id, self._num_windows)
+            require(later >= self._max_windows, row.request_id, "lost its window")
+            expected = expected[-len(read) :]
+        require(np.array_equal(read, expected), row.request_id, "scores with other queries")
+
+    def _pack(self, row: Row, completion: Completion) -> None:
+        assert row.retained
+        num_freed, tail_start = row.retained.num_freed, row.retained.tail_start
+        num_pages = (tail_start - num_freed) * NUM_KV_HEADS
+        slots = packed_slots(completion.blocks[num_freed:tail_start], NUM_KV_HEADS, self.block_size)
+        # Deterministic, as selection is: a resumed request retains what it retained before.
+        random = Random(f"{row.request_id} retains")
+        row.packed = []
+        for layer, codes in enumerate(CODES):
+            cuts = sorted(random.randint(0, num_pages) for _ in range(NUM_KV_HEADS - 1))
+            offsets = [0, *cuts, num_pages]
+            row.packed.append([])
+            for code, start, end in zip(codes, offsets, offsets[1:], strict=False):
+                # More pages than the tokens before the tail could fill are the head's no longer.
+                chosen = random.choices(
+                    range(tail_start * self.block_size), k=(end - start) * self.block_size
+                )
+                row.packed[-1].append(row.tags[sorted(chosen)] * CODES.size + code)
+            self.cache[layer].reshape(-1)[slots.numpy()] = np.concatenate(row.packed[-1])
+            offsets_of = self.state.offsets[completion.first_packed_block, layer]
+            offsets_of.copy_(torch.tensor(offsets))
+        self.num_completions += 1
+
+    def _read_headwise(self, batch: HeadwiseBatch | None, queries: torch.Tensor) -> None:
+        """Tokens past their prompt read what was retained, then the tail."""
+        rows = [row for row in self.rows if row.retained and row.seq_len > row.num_prompt_tokens]
+        require((batch is not None) == bool(rows), "tokens past their prompt are left out")
+        if batch is None:
+            return
+        table = batch.table or batch.page_table(self.state.offsets, self.block_size)
+        lengths = table.seq_lens.view(NUM_LAYERS, len(rows), NUM_KV_HEADS).numpy()
+        pages = table.pages.view(NUM_LAYERS, len(rows), NUM_KV_HEADS, -1).numpy()
+        asked = []
+        for index, row in enumerate(rows):
+            self.num_headwise += 1
+            self.num_resumed_past_prompt += row.num_computed < row.num_prompt_tokens
+            past = row.tags[max(row.num_computed, row.num_prompt_tokens) : row.seq_len]
+            asked += [past * NUM_KV_HEADS + head for head in range(NUM_KV_HEADS)]
+            for layer in range(NUM_LAYERS):
+                cache = self.cache[layer].reshape(-1, self.block_size)
+                for head in range(NUM_KV_HEADS):
+                    read = cache[pages[layer, index, head]].reshape(-1)
+                    length = lengths[layer, index, head]
+                    self._compare_head(row, layer, head, read[:length])
+        heads = torch.arange(NUM_KV_HEADS)
+        got = (queries[:, None] * NUM_KV_HEADS + heads).flatten()[batch.queries].numpy()
+        require(np.array_equal(got, np.concatenate(asked)), "queries of other tokens")
+        lens = [len(part) for part in asked]
+        require(batch.query_start_loc.diff().tolist() == lens, "queries of other rows")
+
+    def _compare_head(self, row: Row, layer: int, head: int, read: np.ndarray) -> None:
+        assert row.retained
+        tail = np.arange(row.retained.tail_start * self.block_size, row.seq_len)
+        expected = row.packed[layer][head], row.tags[tail] * CODES.size + CODES[layer, head]
+        require(
+            row.request_id in self.damaged or np.array_equal(read, np.concatenate(expected)),
+            f"decoding of {row.request_id} read wrong entries: layer {layer}, head {head}",
+        )

@@ -1,0 +1,203 @@
+"""The state machine finds nothing in 10,000 scheduling steps, and finds every planted mutant."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+from tests.engine.machine import BlockAccounting
+from tests.engine.simulated_server import IntegrityError, LostError, Server, Settings
+from tests.engine.tagged_worker import WrongEntryError
+from vllm_kvselect.engine import batch
+from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, Rows, Split, Splitter
+from vllm_kvselect.engine.block_manager import HeadwiseManager
+from vllm_kvselect.retention import plan
+
+NUM_STEPS = 10_000
+profile = settings(
+    stateful_step_count=40,
+    deadline=None,
+    database=None,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM logs every reset of the prefix cache."""
+    logger = logging.getLogger("vllm.v1.core.block_pool")
+    monkeypatch.setattr(logger, "disabled", True)
+
+
+def run(num_servers: int, seen: Counter[str], **changes: Any) -> None:
+    """Runs the machine on a number of servers and counts what it sees."""
+    machine = type("Machine", (BlockAccounting,), {"seen": seen})
+    changed = settings(profile, max_examples=num_servers, **changes)
+    run_state_machine_as_test(machine, settings=changed)
+
+
+def test_priority_preemption_leaves_no_hash_of_blocks_that_were_never_computed() -> None:
+    # vLLM hashes blocks when it schedules them. When r2 needs a block in the same step, r1 is
+    # preempted before its blocks are computed; soon after, it finds them by their hashes.
+    settings = Settings(long_prefill_token_threshold=12, policy="priority")
+    for num_output in range(1, 12):
+        server = Server(settings)
+        server.add([*range(1000, 1150)], 20, priority=2)
+        server.step(100)
+        server.add([*range(5000, 5027)], num_output, priority=0)
+        server.drain()
+
+
+def test_ten_thousand_steps(request: pytest.FixtureRequest) -> None:
+    seen: Counter[str] = Counter()
+    run(220, seen, derandomize=True)
+    assert seen["steps"] >= NUM_STEPS
+    for reached in (
+        "preempted",
+        "resumed past the prompt",
+        "windows in several chunks",
+        "hits up to the cap",
+        "aborted",
+        "finished: stop",
+        "finished: length",
+        "resets",
+    ):
+        assert seen[reached] >= 50, (reached, seen)
+    while seen["steps"] < request.config.getoption("--machine-steps"):
+        run(500, seen)
+
+
+# Mutants: each breaks one thing, somewhere else than the machine looks for it.
+
+
+def cap_of(manager: HeadwiseManager, num_prompt_tokens: int) -> int | None:
+    retained = plan(num_prompt_tokens, manager.block_size, manager.eviction)
+    return retained and retained.first_packed * manager.block_size
+
+
+def hash_the_first_packed_block(patch: pytest.MonkeyPatch) -> None:
+    def cache_blocks(self: Any, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        cap = cap_of(self, request.num_prompt_tokens)
+        limit = num_tokens if cap is None else min(num_tokens, cap + self.block_size)
+        FullAttentionManager.cache_blocks(self, request, limit, *args, **kwargs)
+
+    patch.setattr(HeadwiseManager, "cache_blocks", cache_blocks)
+
+
+def cap_hits_by_the_tokens_so_far(patch: pytest.MonkeyPatch) -> None:
+    admitted = HeadwiseManager.admit
+
+    def admit(self: HeadwiseManager, request: Any) -> int:
+        admitted(self, request)
+        cap = cap_of(self, request.num_tokens)
+        return request.num_tokens if cap is None else cap
+
+    def cache_blocks(self: Any, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        cap = cap_of(self, request.num_prompt_tokens)
+        limit = num_tokens if cap is None else min(num_tokens, cap)
+        FullAttentionManager.cache_blocks(self, request, limit, *args, **kwargs)
+
+    patch.setattr(HeadwiseManager, "admit", admit)
+    patch.setattr(HeadwiseManager, "cache_blocks", cache_blocks)  # what is hashed stays right
+
+
+def do_not_cap_hits(patch: pytest.MonkeyPatch) -> None:
+    admitted = HeadwiseManager.admit
+
+    def admit(self: HeadwiseManager, request: Any) -> int:
+        admitted(self, request)
+        return int(request.num_tokens)
+
+    patch.setattr(HeadwiseManager, "admit", admit)
+
+
+def free_with(
+    is_due: Callable[[HeadwiseManager, int, int], bool], num_more: int
+) -> Callable[[pytest.MonkeyPatch], None]:
+    def remove_skipped_blocks(
+        self: HeadwiseManager, request_id: str, processed: int, num_prompt_tokens: int
+    ) -> None:
+        retained = plan(num_prompt_tokens, self.block_size, self.eviction)
+        if retained and is_due(self, processed, num_prompt_tokens):
+            self._remove_blocks_in_range(request_id, 0, retained.first_packed + num_more)
+
+    def mutate(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(HeadwiseManager, "remove_skipped_blocks", remove_skipped_blocks)
+
+    return mutate
+
+
+def keep_state_by_row(patch: pytest.MonkeyPatch) -> None:
+    complete, headwise_batch = Splitter._completion, batch.headwise_batch
+
+    def completion(self: Splitter, rows: Rows, row: int, *args: Any) -> Completion:
+        return replace(complete(self, rows, row, *args), first_packed_block=row)
+
+    def headwise(rows: Rows, chosen: np.ndarray, *args: Any) -> HeadwiseBatch:
+        return replace(
+            headwise_batch(rows, chosen, *args), first_packed_blocks=torch.from_numpy(chosen)
+        )
+
+    patch.setattr(Splitter, "_completion", completion)
+    patch.setattr(batch, "headwise_batch", headwise)
+
+
+def build_page_tables_before_packing(patch: pytest.MonkeyPatch) -> None:
+    split = Splitter.split
+
+    def split_early(self: Splitter, common: Any) -> Split | None:
+        result = split(self, common)
+        if result and result.headwise and result.headwise.table is None:
+            offsets = self._state.offsets
+            result.headwise.table = result.headwise.page_table(offsets, self._block_size)
+        return result
+
+    patch.setattr(Splitter, "split", split_early)
+
+
+def forget_partial_windows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Splitter, "_partial_windows", lambda *_: [])
+
+
+MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[Exception], str]] = {
+    "a packed block left hashed": (hash_the_first_packed_block, IntegrityError, "private"),
+    "the hit cap taken from num_tokens": (cap_hits_by_the_tokens_so_far, IntegrityError, "private"),
+    "hits not capped": (do_not_cap_hits, IntegrityError, "private"),
+    "one block too many freed": (
+        free_with(lambda _, processed, num_prompt: processed >= num_prompt, 1),
+        IntegrityError,
+        "freed",
+    ),
+    "freed one block too early": (
+        free_with(lambda manager, done, end: done + manager.block_size >= end, 0),
+        IntegrityError,
+        "freed",
+    ),
+    "nothing freed": (free_with(lambda *_: False, 0), LostError, "holds"),
+    "state kept by batch row": (keep_state_by_row, WrongEntryError, "decoding"),
+    "offsets not refreshed after preemption": (
+        build_page_tables_before_packing,
+        WrongEntryError,
+        "decoding",
+    ),
+    "partial windows forgotten": (forget_partial_windows, WrongEntryError, "window"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate, error, match = MUTANTS[name]
+    mutate(monkeypatch)
+    seen: Counter[str] = Counter()
+    with pytest.raises(error, match=match):
+        run(100, seen, derandomize=True, phases=(Phase.generate,))
+    assert seen["steps"] <= 2_000
