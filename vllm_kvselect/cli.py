@@ -1,4 +1,4 @@
-"""The command `vllm-kvselect`: the small model, the methods, and what a plan would free."""
+"""The command `vllm-kvselect`: the small model, the methods, plans, and the papers' analysis."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -11,6 +11,8 @@ from typer.core import TyperGroup
 
 from vllm_kvselect import __version__
 from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.evaluation.command import analyze, parse_number
+from vllm_kvselect.evaluation.errors import EvaluationError
 from vllm_kvselect.retention import plan
 from vllm_kvselect.tiny_model import TinyModelError, tiny_model
 
@@ -21,7 +23,7 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (ConfigError, TinyModelError) as error:
+        except (ConfigError, EvaluationError, TinyModelError) as error:
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(2) from None
 
@@ -38,6 +40,9 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(__version__)
         raise typer.Exit
+
+
+app.command("analyze")(analyze)
 
 
 @app.callback()
@@ -84,7 +89,8 @@ def plan_command(
     ] = None,
 ) -> None:
     """Show what is retained of a prompt and how many blocks that frees."""
-    given = {"budget": _number(budget), "window": window, "method": method}
+    number = None if budget is None else parse_number(budget)
+    given = {"budget": number, "window": window, "method": method}
     config = EvictionConfig.parse({key: val for key, val in given.items() if val is not None})
     outcome = _outcome(prompt_len, block_size, config)
     table = Table(show_header=False, box=None)
@@ -97,16 +103,6 @@ def plan_command(
     console.print(table)
     if not outcome.freed:
         console.print("Nothing is freed: the request runs as in stock vLLM.")
-
-
-def _number(text: str | None) -> int | float | str | None:
-    """Reads a number as YAML would; what is none is left for the configuration to refuse."""
-    for kind in (int, float):
-        try:
-            return None if text is None else kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 @dataclass(frozen=True)
