@@ -35,21 +35,40 @@ METHOD_CASES: tuple[MethodCase, ...] = (
     *(MethodCase(name) for name in METHODS),
     MethodCase("streaming-llm", {"num_sinks": 0}),
     MethodCase("streaming-llm", {"num_sinks": 1000}),
+    MethodCase("random", {"seed": 2**32 - 1}),
     MethodCase("snapkv", {"kernel_size": 1}),
-    MethodCase("snapkv", {"kernel_size": 3}),
+    MethodCase("snapkv", {"kernel_size": 3, "pooling": "mean"}),
     MethodCase("snapkv", {"kernel_size": 101}),
+    MethodCase("snapkv", {"group_reduction": "max"}),
     MethodCase("snapkv-perturb", {"alpha": 0.0}),
     MethodCase("snapkv-perturb", {"alpha": 0.25, "eps": 0.0}),
     MethodCase("snapkv-perturb", {"alpha": 1.0}),
     MethodCase("adakv", {"safeguard": 0.0}),
     MethodCase("adakv", {"safeguard": 1.0}),
     MethodCase("adakv", {"kernel_size": 1}),
-    MethodCase("adakv-perturb", {"alpha": 0.0}),
+    MethodCase("adakv", {"floor": "minimum", "safeguard": 0.5}),
+    MethodCase("adakv-perturb", {"alpha": 0.0, "stage_2_scores": "unpooled"}),
     MethodCase("adakv-perturb", {"alpha": 0.25, "eps": 0.0}),
     MethodCase("adakv-perturb", {"alpha": 1.0, "safeguard": 0.0}),
     MethodCase("adakv-perturb", {"alpha": 0.9, "eps": 1.0, "kernel_size": 1, "safeguard": 0.5}),
+    MethodCase("defensivekv", {"kernel_size": 5, "pooling": "mean"}),
+    MethodCase("defensivekv", {"mass": 0.0}),
+    MethodCase("defensivekv", {"mass": 0.5, "stage_2_scores": "unpooled"}),
+    MethodCase("thetakv", {"lam": 0.0, "stage_2_scores": "unpooled"}),
+    MethodCase("thetakv", {"alpha": 0.0, "lam": 15.0, "safeguard": 0.0}),
+    MethodCase("thetakv", {"floor": "minimum", "group_reduction": "max"}),
+    MethodCase("pyramidkv", {"beta": 1}),
+    MethodCase("pyramidkv-perturb", {"stage_2_scores": "unpooled"}),
+    MethodCase("ada-pyramidkv", {"beta": 2, "floor": "minimum"}),
+    MethodCase("layer-defensivekv", {"mass": 0.5}),
+    MethodCase("layer-thetakv", {"lam": 0.0, "safeguard": 0.0}),
 )
 
 every_method_case = pytest.mark.parametrize(
     "case", METHOD_CASES, ids=[case.name for case in METHOD_CASES]
+)
+every_pooled_case = pytest.mark.parametrize(
+    "case",
+    [case for case in METHOD_CASES if METHODS[case.method].pooled],
+    ids=lambda case: case.name,
 )

@@ -117,12 +117,14 @@ class Layer:
         key: `[num_kv_heads, num_prompt_tokens, head_size]`.
         value: `[num_kv_heads, num_prompt_tokens, head_size]`, the tail included.
         output_projection: `[num_kv_heads, head_size, group, hidden_size]`.
+        prompt_query: Queries of the whole prompt, `[num_prompt_tokens, num_heads, head_size]`.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     output_projection: torch.Tensor
+    prompt_query: torch.Tensor
 
 
 def random_layer(
@@ -137,9 +139,13 @@ def random_layer(
     sharpness = 4.0 * torch.rand(shape.num_kv_heads, 1, 1, generator=generator, dtype=torch.float64)
     key = normal(shape.num_kv_heads, shape.num_prompt_tokens, shape.head_size) * sharpness
     projection = normal(shape.num_kv_heads, shape.head_size, shape.group, hidden_size)
+    query = normal(shape.window, shape.num_heads, shape.head_size)
+    value = normal(shape.num_kv_heads, shape.num_prompt_tokens, shape.head_size)
+    earlier = normal(shape.num_prompt_tokens - shape.window, shape.num_heads, shape.head_size)
     return Layer(
-        query=normal(shape.window, shape.num_heads, shape.head_size).to(dtype),
+        query=query.to(dtype),
         key=key.to(dtype),
-        value=normal(shape.num_kv_heads, shape.num_prompt_tokens, shape.head_size).to(dtype),
+        value=value.to(dtype),
         output_projection=projection.to(dtype),
+        prompt_query=torch.cat([earlier, query]).to(dtype),
     )

@@ -1,4 +1,5 @@
 from fractions import Fraction
+from itertools import pairwise
 from math import floor, nextafter
 
 import pytest
@@ -8,7 +9,12 @@ from hypothesis import strategies as st
 
 from tests import oracle
 from tests.strategies import kv_heads, many, tied_scores
-from vllm_kvselect.allocation import adaptive_pages, uniform_pages
+from vllm_kvselect.allocation import (
+    adaptive_pages,
+    pyramid_blocks,
+    shared_pages,
+    uniform_pages,
+)
 from vllm_kvselect.config import EvictionConfig
 
 small_blocks = st.sampled_from((1, 4, 8, 16))
@@ -86,6 +92,75 @@ def test_a_safeguard_of_one_is_even(case: tuple[list[list[int]], int, int, float
     assert uniform_pages(tensor, num_packed, block_size, config).tolist() == [num_packed] * len(
         scores
     )
+
+
+@many
+@given(allocations())
+def test_a_minimum_equals_the_oracle_and_is_kept(
+    case: tuple[list[list[int]], int, int, float],
+) -> None:
+    scores, num_packed, block_size, safeguard = case
+    config = EvictionConfig(safeguard=safeguard, floor="minimum")
+    tensor = torch.tensor(scores, dtype=torch.float32)
+    pages = adaptive_pages(tensor, num_packed, block_size, config)
+    assert pages.tolist() == oracle.adaptive_pages(*case, "minimum")
+    assert int(pages.sum()) == num_packed * len(scores)
+    least = int(safeguard * num_packed * block_size)
+    assert int(pages.min()) >= least // block_size
+    assert int(pages.max()) <= len(scores[0]) // block_size
+
+
+@many
+@given(allocations())
+def test_shared_pages_have_no_floor(case: tuple[list[list[int]], int, int, float]) -> None:
+    scores, num_packed, block_size, _ = case
+    tensor = torch.tensor(scores, dtype=torch.float32)
+    pages = shared_pages(tensor, num_packed, block_size, EvictionConfig())
+    assert pages.tolist() == adaptive(scores, num_packed, block_size, 0.0)
+
+
+def test_a_minimum_leaves_more_to_the_rich_than_a_blend() -> None:
+    """A blend moves only the part above the floor; a minimum binds poor heads alone."""
+    scores = [[0] * 64, [1] * 16 + [0] * 48, [1] * 64]  # 16, 16 and 64 of the best 96
+    tensor = torch.tensor(scores, dtype=torch.float32)
+    blend, minimum = (
+        adaptive_pages(tensor, 4, 8, EvictionConfig(safeguard=0.5, floor=floor)).tolist()
+        for floor in ("blend", "minimum")
+    )
+    assert blend == [3, 3, 6]
+    assert minimum == [2, 2, 8]
+
+
+layer_splits = st.tuples(st.integers(1, 30), st.integers(1, 40), st.integers(1, 30)).map(
+    lambda drawn: (drawn[0], drawn[1], drawn[0] + drawn[2])
+)
+"""Packed blocks, layers, and more blocks before the tail than are packed."""
+
+
+@many
+@given(layer_splits, st.integers(1, 50))
+def test_a_pyramid_equals_the_oracle(split: tuple[int, int, int], beta: int) -> None:
+    assert pyramid_blocks(*split, EvictionConfig(beta=beta)) == oracle.pyramid_blocks(*split, beta)
+
+
+@many
+@given(layer_splits, st.integers(1, 50))
+def test_a_pyramid_falls_within_its_bounds(split: tuple[int, int, int], beta: int) -> None:
+    num_packed, num_layers, num_blocks = split
+    blocks = pyramid_blocks(*split, EvictionConfig(beta=beta))
+    assert sum(blocks) == num_packed * num_layers
+    assert all(1 <= count <= num_blocks for count in blocks)
+    assert blocks == sorted(blocks, reverse=True)
+    steps = [above - below for above, below in pairwise(blocks)]
+    assert not steps or max(steps) - min(steps) <= 2  # linear, but for rounding
+
+
+def test_pyramids_of_the_paper() -> None:
+    config = EvictionConfig()
+    assert pyramid_blocks(20, 5, 100, config) == [39, 30, 20, 10, 1]  # 39 to 20 / beta
+    assert pyramid_blocks(20, 5, 30, config) == [30, 25, 20, 15, 10]  # no more than there are
+    assert pyramid_blocks(20, 5, 100, EvictionConfig(beta=1)) == [20] * 5
+    assert pyramid_blocks(1, 5, 100, config) == [1] * 5
 
 
 @pytest.mark.parametrize("score", [0.0, 0.25])

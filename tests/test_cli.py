@@ -31,12 +31,15 @@ def test_no_command_shows_the_help() -> None:
 
 
 def test_methods_lists_the_registry() -> None:
-    result = run("methods", COLUMNS="200")
+    result = run("methods", COLUMNS="700")
     assert result.exit_code == 0
     for name, method in METHODS.items():
         assert name in result.stdout
         assert method.summary in result.stdout
         assert method.paper in result.stdout
+        assert method.cost in result.stdout
+        assert method.limits in result.stdout
+        assert (method.unserved or "") in result.stdout
 
 
 def test_tiny_model_prints_the_folder_and_nothing_else() -> None:
@@ -81,7 +84,7 @@ def test_plan_that_frees_nothing_says_so() -> None:
         (("--budget", "1.5"), "budget = 1.5"),
         (("--budget", "0"), "budget = 0"),
         (("--window", "0"), "window = 0"),
-        (("--method", "h2o"), "method = 'h2o'"),
+        (("--method", "h2"), "method = 'h2'"),
     ],
 )
 def test_refused_value_is_one_line_on_stderr(options: tuple[str, str], named: str) -> None:

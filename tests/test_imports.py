@@ -19,6 +19,7 @@ LEFT_TO_RIGHT = (
     ("allocation",),
     ("selection",),
     ("pruning",),
+    ("ranking",),
     ("compaction",),
     ("page_table",),
     ("methods",),
@@ -34,11 +35,16 @@ USES_VLLM_LIKE_ANYONE = ("evaluation",)
 
 WITHOUT_TORCH = ("config", "retention")
 WITH_TORCH = (
+    "scoring.at_random",
+    "scoring.defensivekv",
+    "scoring.h2o",
     "scoring.snapkv",
     "scoring.streaming_llm",
+    "scoring.thetakv",
     "scoring.value_norms",
     "allocation",
     "selection",
+    "ranking",
     "compaction",
     "page_table",
     "methods",

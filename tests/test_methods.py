@@ -3,26 +3,85 @@ import torch
 from hypothesis import given
 
 from tests import oracle
-from tests.method_cases import METHOD_CASES, MethodCase, every_method_case
-from tests.strategies import Shape, few, random_layer, seeds, shapes
+from tests.method_cases import METHOD_CASES, MethodCase, every_method_case, every_pooled_case
+from tests.strategies import Layer, Shape, few, random_layer, seeds, shapes
 from vllm_kvselect.config import METHOD_NAMES
-from vllm_kvselect.methods import METHODS, Retention, retain
+from vllm_kvselect.methods import METHODS, Retention, retain, retain_pool, score_layer
+from vllm_kvselect.ranking import Candidates
 from vllm_kvselect.scoring.streaming_llm import streaming_llm_scores
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 
-def run(case: MethodCase, shape: Shape, seed: int, dtype: torch.dtype) -> Retention:
-    layer = random_layer(shape, seed, dtype)
+def inputs(case: MethodCase, shape: Shape, layer: Layer) -> tuple[torch.Tensor, ...]:
+    """Query, key and value as the method is given them."""
+    query = layer.prompt_query if METHODS[case.method].whole_prompt else layer.query
+    return query, layer.key, layer.value[:, : shape.num_tokens]
+
+
+def projection(case: MethodCase, layer: Layer) -> OutputProjection | None:
+    if METHODS[case.method].perturbation:
+        return OutputProjection.of(layer.output_projection)
+    return None
+
+
+def run(case: MethodCase, shape: Shape, layer: Layer, layer_index: int = 0) -> Retention:
     return retain(
-        layer.query,
-        layer.key,
-        layer.value[:, : shape.num_tokens],
-        OutputProjection.of(layer.output_projection) if METHODS[case.method].perturbation else None,
+        *inputs(case, shape, layer),
+        projection(case, layer),
         shape.scale,
         shape.num_packed,
         shape.block_size,
         case.config(window=shape.window),
+        layer_index,
     )
+
+
+def run_pool(case: MethodCase, shape: Shape, layers: list[Layer]) -> Retention:
+    config = case.config(window=shape.window)
+    candidates = [
+        score_layer(
+            *inputs(case, shape, layer), projection(case, layer), shape.scale, config, index
+        )
+        for index, layer in enumerate(layers)
+    ]
+    stacked = Candidates.stack(candidates)
+    return retain_pool(stacked, shape.num_packed, shape.block_size, config)
+
+
+def run_oracle(
+    case: MethodCase, shape: Shape, layers: list[Layer], first_layer: int = 0
+) -> oracle.Retained:
+    lists = [
+        oracle.LayerInputs(
+            *(tensor.tolist() for tensor in inputs(case, shape, layer)),
+            layer.output_projection.tolist(),
+        )
+        for layer in layers
+    ]
+    config = case.config(window=shape.window)
+    packed = (shape.num_packed, shape.block_size)
+    return oracle.retain(lists, shape.scale, *packed, config, first_layer)
+
+
+def check_equal(retention: Retention, expected: oracle.Retained, num_tokens: int) -> None:
+    flat = [head * num_tokens + token for head, token in expected.entries]
+    assert retention.retained.tolist() == flat
+    assert retention.offsets.diff().tolist() == expected.pages
+    assert int(retention.offsets[0]) == 0
+
+
+def check_conserved(retention: Retention, shape: Shape, num_layers: int = 1) -> None:
+    """Sums are exact, nothing is retained twice, heads fill their pages."""
+    num_heads = num_layers * shape.num_kv_heads
+    num_pages = shape.num_packed * num_heads
+    assert retention.retained.dtype == retention.offsets.dtype == torch.int64
+    assert retention.retained.numel() == num_pages * shape.block_size
+    assert int(retention.offsets[-1]) == num_pages
+    owners = torch.bincount(retention.retained // shape.num_tokens, minlength=num_heads)
+    assert torch.equal(owners, retention.offsets.diff() * shape.block_size)
+    assert (retention.retained.diff() > 0).all()
+    assert int(retention.retained[0]) >= 0
+    assert int(retention.retained[-1]) < num_heads * shape.num_tokens
 
 
 def test_the_configuration_names_the_methods() -> None:
@@ -34,48 +93,64 @@ def test_every_method_is_a_case_of_its_own() -> None:
     assert len({case.name for case in METHOD_CASES}) == len(METHOD_CASES)
 
 
-def test_every_method_says_where_it_comes_from() -> None:
-    for method in METHODS.values():
-        assert "arXiv" in method.paper
-        assert method.summary
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_says_where_it_comes_from_and_what_it_costs(name: str) -> None:
+    method = METHODS[name]
+    assert "arXiv" in method.paper or name == "random"
+    assert method.summary
+    assert method.cost
+    assert method.limits
 
 
 @every_method_case
 @few
-@given(shape=shapes(), seed=seeds)
+@given(shape=shapes(max_tokens=64), seed=seeds)
 def test_what_is_retained_equals_the_oracle(case: MethodCase, shape: Shape, seed: int) -> None:
     layer = random_layer(shape, seed)
-    expected = oracle.retain(
-        layer.query.tolist(),
-        layer.key.tolist(),
-        layer.value[:, : shape.num_tokens].tolist(),
-        layer.output_projection.tolist(),
-        shape.scale,
-        shape.num_packed,
-        shape.block_size,
-        case.config(window=shape.window),
-    )
-    retention = run(case, shape, seed, torch.float64)
-    flat = [head * shape.num_tokens + token for head, token in expected.entries]
-    assert retention.retained.tolist() == flat
-    assert retention.offsets.diff().tolist() == expected.pages
-    assert int(retention.offsets[0]) == 0
+    expected = run_oracle(case, shape, [layer], first_layer=seed % 3)
+    check_equal(run(case, shape, layer, seed % 3), expected, shape.num_tokens)
+
+
+@every_pooled_case
+@few
+@given(shape=shapes(max_tokens=32), seed=seeds)
+def test_what_a_pool_retains_equals_the_oracle(case: MethodCase, shape: Shape, seed: int) -> None:
+    layers = [random_layer(shape, seed + index) for index in range(2 + seed % 2)]
+    retention = run_pool(case, shape, layers)
+    check_equal(retention, run_oracle(case, shape, layers), shape.num_tokens)
+    check_conserved(retention, shape, len(layers))
+
+
+@every_pooled_case
+@few
+@given(shape=shapes(), seed=seeds)
+def test_a_pool_of_one_layer_is_that_layer(case: MethodCase, shape: Shape, seed: int) -> None:
+    layer = random_layer(shape, seed)
+    pool, alone = run_pool(case, shape, [layer]), run(case, shape, layer)
+    assert torch.equal(pool.retained, alone.retained)
+    assert torch.equal(pool.offsets, alone.offsets)
+
+
+def test_a_layer_whose_values_weigh_more_gets_all_but_the_floor() -> None:
+    shape = Shape(2, 2, 8, 4, 3, 67, 4)
+    light, heavy = (random_layer(shape, 0) for _ in range(2))
+    heavy.value.mul_(1000)
+    case = MethodCase("layer-thetakv", {"safeguard": 0.25, "lam": 15.0})
+    pages = run_pool(case, shape, [light, heavy]).offsets.diff().view(2, 2)
+    assert pages.sum(dim=1).tolist() == [2, 14]
+
+
+def test_a_method_of_single_layers_is_no_pool() -> None:
+    shape = Shape(1, 1, 8, 4, 1, 13, 1)
+    with pytest.raises(AssertionError):
+        run_pool(MethodCase("snapkv"), shape, [random_layer(shape, 0)])
 
 
 @every_method_case
 @few
 @given(shape=shapes(), seed=seeds)
 def test_shapes_never_depend_on_scores(case: MethodCase, shape: Shape, seed: int) -> None:
-    retention = run(case, shape, seed, torch.bfloat16)
-    num_pages = shape.num_packed * shape.num_kv_heads
-    assert retention.retained.dtype == retention.offsets.dtype == torch.int64
-    assert retention.retained.numel() == num_pages * shape.block_size
-    assert int(retention.offsets[-1]) == num_pages
-    owners = torch.bincount(retention.retained // shape.num_tokens, minlength=shape.num_kv_heads)
-    assert torch.equal(owners, retention.offsets.diff() * shape.block_size)
-    assert (retention.retained.diff() > 0).all()
-    assert int(retention.retained[0]) >= 0
-    assert int(retention.retained[-1]) < shape.num_kv_heads * shape.num_tokens
+    check_conserved(run(case, shape, random_layer(shape, seed, torch.bfloat16)), shape)
 
 
 @every_method_case
@@ -85,14 +160,11 @@ def test_entries_of_the_tail_do_not_compete(case: MethodCase) -> None:
     assert shape.num_tokens == 24
     layer = random_layer(shape, 0)
     layer.key[:, 24:27] = 10 * layer.query.mean(dim=(0, 1))
-    config = case.config(window=shape.window)
-    arguments = (OutputProjection.of(layer.output_projection), shape.scale, 1, 8, config)
-    retention = retain(layer.query, layer.key, layer.value[:, :24], *arguments)
-    retained = retention.retained.view(-1)
+    retained = run(case, shape, layer).retained
     assert len(set(retained.tolist())) == 2 * 8
-    assert int((retained % 24).max()) < 24
+    assert int(retained.max()) < 2 * 24
     if METHODS[case.method].scorer is streaming_llm_scores:
-        sinks = min(config.num_sinks, 8)
+        sinks = min(case.config().num_sinks, 8)
         expected = [*range(sinks), *range(24 - (8 - sinks), 24)]
         assert (retained.view(2, 8) % 24).tolist() == [expected] * 2
 
@@ -103,19 +175,14 @@ def test_a_broken_model_does_not_break_the_bookkeeping(case: MethodCase, num_bad
     shape = Shape(3, 2, 8, 8, 3, 51, 2)
     layer = random_layer(shape, 0)
     layer.key[1, 7 : 7 + num_bad], layer.value[2, 3 : 3 + num_bad] = torch.nan, torch.nan
-    config = case.config(window=shape.window)
-    value = layer.value[:, : shape.num_tokens]
-    arguments = (OutputProjection.of(layer.output_projection), shape.scale, 2, 8, config)
-    retention = retain(layer.query, layer.key, value, *arguments)
-    assert int(retention.offsets[-1]) == 6
-    assert len(set(retention.retained.tolist())) == 48
-    assert int(retention.retained.min()) >= 0
-    assert int(retention.retained.max()) < 3 * shape.num_tokens
+    check_conserved(run(case, shape, layer), shape)
+    if METHODS[case.method].pooled:
+        check_conserved(run_pool(case, shape, [layer, random_layer(shape, 1)]), shape, 2)
 
 
-def test_perturbation_needs_the_output_projection() -> None:
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].perturbation])
+def test_perturbation_needs_the_output_projection(name: str) -> None:
     shape = Shape(1, 1, 8, 4, 1, 13, 1)
-    layer = random_layer(shape, 0)
-    config = MethodCase("snapkv-perturb").config(window=1)
+    layer, case = random_layer(shape, 0), MethodCase(name)
     with pytest.raises(AssertionError):
-        retain(layer.query, layer.key, layer.value[:, :12], None, 1.0, 1, 4, config)
+        retain(*inputs(case, shape, layer), None, 1.0, 1, 4, case.config(window=1))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests import oracle
 from tests.strategies import Shape, few, kv_heads, many, random_layer, seeds, shapes, some
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.scoring.snapkv import max_pool, snapkv_scores, window_attention
+from vllm_kvselect.scoring.snapkv import max_pool, mean_pool, snapkv_scores, window_attention
 
 kernel_sizes = st.sampled_from((1, 3, 7, 101))
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
@@ -81,6 +81,22 @@ def test_scores_accumulate_in_float32(dtype: torch.dtype, shape: Shape, seed: in
     assert check_scores(shape, seed, 7, dtype) < 1e-3
 
 
+@pytest.mark.parametrize("pooling", ["max", "mean"])
+@pytest.mark.parametrize("group_reduction", ["mean", "max"])
+@few
+@given(shape=shapes(max_tokens=32), seed=seeds)
+def test_options_equal_the_oracle(
+    pooling: str, group_reduction: str, shape: Shape, seed: int
+) -> None:
+    layer, options = random_layer(shape, seed), (pooling, group_reduction)
+    config = EvictionConfig.parse({"pooling": pooling, "group_reduction": group_reduction})
+    scores = snapkv_scores(layer.query, layer.key, shape.scale, config)
+    lists = layer.query.tolist(), layer.key.tolist()
+    expected = oracle.snapkv_scores(*lists, shape.scale, 7, *options)
+    reference = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(scores, reference, rtol=1e-12, atol=1e-300)
+
+
 @few
 @given(shapes(max_tokens=32), seeds)
 def test_attention_weights_row_by_row(shape: Shape, seed: int) -> None:
@@ -106,13 +122,16 @@ def test_no_query_sees_a_later_token(shape: Shape, seed: int) -> None:
 
 @many
 @given(st.data(), kv_heads, st.integers(1, 40), kernel_sizes)
-def test_pooling_takes_the_maximum_of_the_neighbours(
+def test_pooling_takes_the_maximum_or_the_mean_of_the_neighbours(
     data: st.DataObject, num_heads: int, num_tokens: int, kernel_size: int
 ) -> None:
     row = st.lists(st.integers(0, 9), min_size=num_tokens, max_size=num_tokens)
     scores = data.draw(st.lists(row, min_size=num_heads, max_size=num_heads))
     pooled = max_pool(torch.tensor(scores, dtype=torch.float64), kernel_size)
-    assert pooled.tolist() == [oracle.max_pool(row, kernel_size) for row in scores]
+    assert pooled.tolist() == [oracle.pool(row, kernel_size) for row in scores]
+    pooled = mean_pool(torch.tensor(scores, dtype=torch.float64), kernel_size)
+    expected = [oracle.pool(row, kernel_size, "mean") for row in scores]
+    torch.testing.assert_close(pooled, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_a_query_is_read_with_the_strides_it_has() -> None:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests import oracle
 from tests.strategies import kv_heads, many, tied_scores
-from vllm_kvselect.selection import select, select_perturbation
+from vllm_kvselect.selection import mass_mask, select, select_perturbation
 
 alphas = st.one_of(st.sampled_from((0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 1.0)), st.floats(0.0, 1.0))
 epsilons = st.sampled_from((0.0, 1e-4, 1.0))
@@ -114,6 +114,29 @@ def test_ties_keep_the_sinks(num_tokens: int, dtype: torch.dtype) -> None:
     # All products zero: stage 2 is a tie among what stage 1 left.
     flat = select_perturbation(scores, torch.zeros_like(scores), budgets, total, 0.5, 0.0)
     assert entries(flat, num_tokens) == expected
+
+
+@many
+@given(kv_heads, st.integers(1, 40), st.integers(0, 2**32 - 1), st.sampled_from((0, 0.5, 0.9)))
+def test_stage_1_by_mass_equals_the_oracle(
+    num_heads: int, num_tokens: int, seed: int, mass: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(num_heads, num_tokens + 1, generator=generator, dtype=torch.float64)
+    attention = torch.softmax(logits, dim=-1)[:, :num_tokens]
+    most = num_tokens // 2
+    expected = [
+        [token in oracle.mass_stage(row, mass, most) for token in range(num_tokens)]
+        for row in attention.tolist()
+    ]
+    assert mass_mask(attention, mass, most).tolist() == expected
+
+
+def test_mass_is_reached_by_as_few_as_it_takes_and_the_tail_counts() -> None:
+    attention = torch.tensor([[0.1, 0.5, 0.05, 0.15], [0.0, 0.0, 0.05, 0.0]])
+    assert mass_mask(attention, 0.9, 4).tolist() == [[True, True, False, True], [False] * 4]
+    assert mass_mask(attention, 0.9, 2).tolist() == [[False, True, False, True], [False] * 4]
+    assert mass_mask(attention, 0.69, 4).tolist() == [[False, True, False, False], [False] * 4]
 
 
 def test_large_norms_never_displace_what_stage_1_retained() -> None:

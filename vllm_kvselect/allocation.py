@@ -1,4 +1,11 @@
-"""Allocation: how many pages of the packed blocks each KV head gets. The sum is always exact."""
+"""Allocation: how many pages of the packed blocks each KV head gets. The sum is always exact.
+
+The heads may be those of one layer, or of all layers that share their pages (layer-major).
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import floor
 
 import torch
 
@@ -32,21 +39,81 @@ def adaptive_pages(
 
     The global top-k over all heads, k the layer's budget, counts each head's entries (arXiv
     2407.11550, Algorithm 1); equal scores fall to the earlier token, then to the lower head.
-    `safeguard` of the even budget is blended in, as in the authors' code. Budgets are rounded to
-    whole pages by largest remainder, the lower head first on ties.
+    `safeguard` of the even budget is blended in, as in the authors' code, or, with `floor`
+    `minimum`, each head's best entries up to it come before all others, as in kvpress. Budgets are
+    rounded to whole pages by largest remainder, the lower head first on ties.
 
     Args:
         scores: `[num_kv_heads, num_tokens]`, `num_tokens >= num_packed * block_size`.
         num_packed: Packed blocks.
         block_size: Entries per page.
-        config: Gives `safeguard`.
+        config: Gives `safeguard` and `floor`.
 
     Returns:
         Pages per head, `[num_kv_heads]` int64, with sum `num_packed * num_kv_heads`; a head never
         gets more pages than it has tokens to fill.
     """
-    num_kv_heads, num_tokens = scores.shape
     even = num_packed * block_size
+    if config.floor == "minimum":
+        first = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+        first = first[:, : int(config.safeguard * even)]
+        counts = _counts_of_best(scores.scatter(-1, first, float("inf")), even)
+        return _largest_remainder(counts, block_size)
+    counts = _counts_of_best(scores, even)
+    safeguard = round(config.safeguard * _SAFEGUARD_UNIT)
+    budgets = safeguard * even + (_SAFEGUARD_UNIT - safeguard) * counts
+    return _largest_remainder(budgets, _SAFEGUARD_UNIT * block_size)
+
+
+def shared_pages(
+    scores: torch.Tensor, num_packed: int, block_size: int, config: EvictionConfig
+) -> torch.Tensor:
+    """Gives heads pages in proportion to their share of the best entries, without a floor.
+
+    What DefensiveKV's code does: `adaptive_pages` with a safeguard of 0.
+
+    Args:
+        scores: `[num_kv_heads, num_tokens]`.
+        num_packed: Packed blocks.
+        block_size: Entries per page.
+        config: Unused.
+
+    Returns:
+        Pages per head, `[num_kv_heads]` int64, with sum `num_packed * num_kv_heads`.
+    """
+    return _largest_remainder(_counts_of_best(scores, num_packed * block_size), block_size)
+
+
+def pyramid_blocks(
+    num_packed: int, num_layers: int, num_blocks: int, config: EvictionConfig
+) -> list[int]:
+    """Shares the packed blocks of all layers out by PyramidKV's arithmetic sequence.
+
+    Budgets fall linearly from the first layer to the last, which gets a `beta`-th of the mean, at
+    least one block; the first gets no more than there are, and then the last gets more (arXiv
+    2406.02069 and the authors' code). Rounded by largest remainder, the lower layer first.
+
+    Args:
+        num_packed: Packed blocks per layer, on average.
+        num_layers: Layers that share.
+        num_blocks: Blocks before the tail, the most that a layer can fill.
+        config: Gives `beta`.
+
+    Returns:
+        Blocks per layer, each from 1 to `num_blocks`, with sum `num_packed * num_layers`.
+    """
+    if num_layers == 1:
+        return [num_packed]
+    least = max(Fraction(num_packed, config.beta), Fraction(1))
+    most = min(2 * num_packed - least, Fraction(num_blocks))
+    step = 2 * (most - num_packed) / (num_layers - 1)
+    quotas = [most - layer * step for layer in range(num_layers)]
+    return _round_fractions(quotas)
+
+
+def _counts_of_best(scores: torch.Tensor, even: int) -> torch.Tensor:
+    """How many of the `even * num_heads` best entries are each head's, `[num_heads]` int64."""
+    num_kv_heads, num_tokens = scores.shape
     # `topk` breaks ties arbitrarily (all of them to one head, on CPU), so only its threshold is
     # used, and tokens go first. What is no number counts as a tie: the sum stays exact.
     flat = scores.t().flatten()
@@ -54,10 +121,7 @@ def adaptive_pages(
     above = flat > threshold
     ties = ~(above | (flat < threshold))
     best = above | (ties & (ties.cumsum(0) <= even * num_kv_heads - above.sum()))
-    counts = best.view(num_tokens, num_kv_heads).sum(0)
-    safeguard = round(config.safeguard * _SAFEGUARD_UNIT)
-    budgets = safeguard * even + (_SAFEGUARD_UNIT - safeguard) * counts
-    return _largest_remainder(budgets, _SAFEGUARD_UNIT * block_size)
+    return best.view(num_tokens, num_kv_heads).sum(0)
 
 
 def _largest_remainder(amounts: torch.Tensor, unit: int) -> torch.Tensor:
@@ -69,3 +133,12 @@ def _largest_remainder(amounts: torch.Tensor, unit: int) -> torch.Tensor:
     rank = torch.empty_like(order)
     rank[order] = torch.arange(order.numel(), device=order.device)
     return whole + (rank < num_left)
+
+
+def _round_fractions(quotas: Sequence[Fraction]) -> list[int]:
+    """The same for plain numbers known on the host; their sum is whole."""
+    whole = [floor(quota) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda index: whole[index] - quotas[index])
+    for index in by_remainder[: int(sum(quotas)) - sum(whole)]:
+        whole[index] += 1
+    return whole

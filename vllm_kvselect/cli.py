@@ -63,13 +63,15 @@ def tiny_model_command() -> None:
 
 @app.command("methods")
 def methods_command() -> None:
-    """List the methods that `--kv-eviction` accepts."""
+    """List the methods: what each retains, its cost, its limits, its paper."""
     # Here, because the methods need torch, and the other commands answer without it.
     from vllm_kvselect.methods import METHODS
 
-    table = Table("method", "retains", "published in")
+    table = Table("method", "retains", "cost per layer", "limits", "published in", show_lines=True)
+    table.columns[0].no_wrap = True
     for name, method in METHODS.items():
-        table.add_row(name, method.summary, method.paper)
+        refusal = f"; not served yet: {method.unserved}" if method.unserved else ""
+        table.add_row(name, method.summary, method.cost, method.limits + refusal, method.paper)
     Console().print(table)
 
 

@@ -7,7 +7,25 @@ from typing import Annotated, Any, Literal, Self, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-MethodName = Literal["none", "streaming-llm", "snapkv", "snapkv-perturb", "adakv", "adakv-perturb"]
+MethodName = Literal[
+    "none",
+    "streaming-llm",
+    "random",
+    "h2o",
+    "h2o-perturb",
+    "snapkv",
+    "snapkv-perturb",
+    "adakv",
+    "adakv-perturb",
+    "defensivekv",
+    "thetakv",
+    "pyramidkv",
+    "pyramidkv-perturb",
+    "ada-pyramidkv",
+    "ada-pyramidkv-perturb",
+    "layer-defensivekv",
+    "layer-thetakv",
+]
 METHOD_NAMES: tuple[str, ...] = get_args(MethodName)
 
 CONFIG_KEY = "kv_eviction"
@@ -36,13 +54,21 @@ class EvictionConfig(BaseModel):
             window included. An `int` counts entries, a `float` is a fraction of the prompt.
         window: Observation window in tokens: the last prompt tokens, whose queries score the
             entries before them. Always retained.
-        kernel_size: Width of the max-pooling of the scores along the tokens (SnapKV, section 4).
+        kernel_size: Width of the pooling of the scores along the tokens (SnapKV, section 4).
+        pooling: Pooling by the largest or by the mean of `kernel_size` tokens.
+        group_reduction: Scores of a query group's heads are averaged, or the largest is taken.
         alpha: Share of a head's budget that stage 1 of a `-perturb` method fills by score alone
             (Algorithm 1 of arXiv 2502.03805).
         eps: Added to the score in stage 2, before it is multiplied by the projected value norm.
+        stage_2_scores: Stage 2 multiplies the pooled scores by the norms, or those without pooling.
         safeguard: Share of a head's even budget that adaptive allocation may not take away
             (AdaKV, arXiv 2407.11550, section 4.2).
+        floor: The safeguard is blended with the adaptive budget (authors), or its least (kvpress).
+        beta: Steepness of PyramidKV: the last layer gets a `beta`-th of the mean budget.
+        mass: Share of the attention that stage 1 of DefensiveKV takes.
+        lam: Weight, in windows, of the even prior with which ThetaKV smooths attention.
         num_sinks: First tokens that `streaming-llm` retains besides the latest ones.
+        seed: Seed of `random`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -51,10 +77,18 @@ class EvictionConfig(BaseModel):
     budget: int | float = 1024
     window: Annotated[int, Field(ge=1)] = 32
     kernel_size: Annotated[int, Field(ge=1)] = 7
+    pooling: Literal["max", "mean"] = "max"
+    group_reduction: Literal["mean", "max"] = "mean"
     alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
     eps: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1e-4
+    stage_2_scores: Literal["pooled", "unpooled"] = "pooled"
     safeguard: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
+    floor: Literal["blend", "minimum"] = "blend"
+    beta: Annotated[int, Field(ge=1)] = 20
+    mass: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
+    lam: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
     num_sinks: Annotated[int, Field(ge=0)] = 4
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     @field_validator("budget")
     @classmethod

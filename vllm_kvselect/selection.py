@@ -52,6 +52,28 @@ def stage_1_mask(scores: torch.Tensor, budgets: torch.Tensor, alpha: float) -> t
     return _rank(scores) < (budgets.double() * alpha).floor()[:, None]
 
 
+def mass_mask(attention: torch.Tensor, mass: float, most: int) -> torch.Tensor:
+    """Marks the best entries of every head that it takes to reach a share of its attention.
+
+    Stage 1 of DefensiveKV. What is not among the entries (the window and the rest of the tail) is
+    retained anyway and counts as reached.
+
+    Args:
+        attention: Mean attention weights, `[..., num_tokens]`; a row sums to at most 1.
+        mass: Share to reach, 0 to 1.
+        most: Largest number of entries per head.
+
+    Returns:
+        `[..., num_tokens]` bool.
+    """
+    ranked = torch.sort(attention.double(), dim=-1, descending=True, stable=True)
+    before = ranked.values.cumsum(dim=-1) - ranked.values
+    elsewhere = 1 - ranked.values.sum(dim=-1, keepdim=True)
+    taken = before + elsewhere < mass
+    taken[..., most:] = False
+    return torch.empty_like(taken).scatter_(-1, ranked.indices, taken)
+
+
 def stage_2_keys(
     scores: torch.Tensor, norms: torch.Tensor, stage_1: torch.Tensor, eps: float
 ) -> torch.Tensor:

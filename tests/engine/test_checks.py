@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine.checks import refuse_mixed_groups, refuse_unsupported
 from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.methods import METHODS
 from vllm_kvselect.tiny_model import tiny_model
 
 SMALL = {
@@ -90,7 +91,7 @@ def test_models_that_cannot_be_served(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("eviction", "message"),
     [
-        ({"method": "snapkw"}, r"method = 'snapkw'.*'none', 'streaming-llm', 'snapkv'"),
+        ({"method": "snapkw"}, r"method = 'snapkw'.*'none', 'streaming-llm', 'random'"),
         ({"budget": 0}, r"budget = 0 is not accepted.*at least 1.*method 'none'"),
         ({"budget": -5}, r"budget = -5 is not accepted"),
         ({"budget": 1.5}, r"budget = 1\.5 is not accepted.*up to 1\.0.*integer"),
@@ -106,6 +107,19 @@ def test_models_that_cannot_be_served(name: str, tmp_path: Path) -> None:
 def test_values_that_are_not_accepted(eviction: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         create(eviction)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_that_the_engine_lacks_something_for(name: str) -> None:
+    method = METHODS[name]
+    if not (method.pooled or method.whole_prompt):
+        create({"method": name})
+        return
+    reason = "no pool yet" if method.pooled else "needs the queries of every prompt token"
+    message = rf"method = '{name}' cannot be served: .*{reason}.*accepted: 'streaming-llm'.*thetakv"
+    with pytest.raises(ConfigError, match=message) as caught:
+        create({"method": name})
+    assert f"{name!r}," not in str(caught.value)
 
 
 def test_speculative_decoding_is_refused() -> None:

@@ -4,6 +4,7 @@ import torch
 from tests import oracle
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.evaluation.capture import Layer
+from vllm_kvselect.evaluation.errors import EvaluationError
 from vllm_kvselect.evaluation.retained import (
     Prompt,
     retained_entries,
@@ -53,27 +54,40 @@ def test_retained_entries_equal_the_oracle(method: str, block_size: int) -> None
     assert planned is not None
     retained = retained_entries(make_prompt(block_size), config)
     scored = planned.tail_start * block_size
-    for index, layer in enumerate(LAYERS):
+    pool = range(NUM_LAYERS) if METHODS[method].pooled else None
+    for layers in [pool] if pool else [[index] for index in range(NUM_LAYERS)]:
         expected = oracle.retain(
-            layer.query[NUM_PROMPT_TOKENS - WINDOW : NUM_PROMPT_TOKENS].tolist(),
-            layer.key[:, :NUM_PROMPT_TOKENS].tolist(),
-            layer.value[:, :scored].tolist(),
-            layer.output_projection.weight.tolist(),
-            layer.scale,
+            [oracle_inputs(LAYERS[index], scored, config) for index in layers],
+            LAYERS[0].scale,
             planned.num_packed,
             block_size,
             config,
+            layers[0],
         )
-        found = [tuple(entry) for entry in retained[index, :, :scored].nonzero().tolist()]
+        chosen = retained[list(layers), :, :scored].flatten(0, 1)
+        found = [tuple(entry) for entry in chosen.nonzero().tolist()]
         assert found == sorted(expected.entries)
-        assert retained[index, :, scored:].all()
+    assert retained[:, :, scored:].all()
+
+
+def oracle_inputs(layer: Layer, scored: int, config: EvictionConfig) -> oracle.LayerInputs:
+    first = 0 if METHODS[config.method].whole_prompt else NUM_PROMPT_TOKENS - WINDOW
+    return oracle.LayerInputs(
+        layer.query[first:NUM_PROMPT_TOKENS].tolist(),
+        layer.key[:, :NUM_PROMPT_TOKENS].tolist(),
+        layer.value[:, :scored].tolist(),
+        layer.output_projection.weight.tolist(),
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_budget_is_met_to_the_entry(method: str) -> None:
     retained = retained_entries(make_prompt(), make_config(method, budget=0.3))
     assert retained.shape == (NUM_LAYERS, NUM_KV_HEADS, NUM_PROMPT_TOKENS)
-    assert retained.sum(dim=(1, 2)).tolist() == [24 * NUM_KV_HEADS] * NUM_LAYERS
+    if METHODS[method].pooled:
+        assert retained.sum() == 24 * NUM_KV_HEADS * NUM_LAYERS
+    else:
+        assert retained.sum(dim=(1, 2)).tolist() == [24 * NUM_KV_HEADS] * NUM_LAYERS
 
 
 def test_budget_above_the_prompt_drops_nothing() -> None:
@@ -93,6 +107,11 @@ def test_stage_1_is_its_share_of_what_is_retained(alpha: float) -> None:
     assert stage_1.sum(-1).unique().tolist() == [int(alpha * (24 - WINDOW))]
     assert not (stage_1 & tail).any()
     assert ((stage_1 | tail) <= retained).all()
+
+
+def test_stage_1_of_a_method_without_one_is_refused() -> None:
+    with pytest.raises(EvaluationError, match="defensivekv does not select in two stages"):
+        stage_1_entries(make_prompt(), make_config("defensivekv"))
 
 
 def test_equal_norms_leave_the_score_alone() -> None:

@@ -6,6 +6,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.methods import METHODS
 from vllm_kvselect.retention import budget_entries
 
 _STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
@@ -22,6 +23,7 @@ def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> Non
         ConfigError: With every reason against it.
     """
     problems = [
+        *method_problems(eviction),
         *_platform_problems(vllm_config),
         *_model_problems(vllm_config),
         *_feature_problems(vllm_config),
@@ -29,6 +31,14 @@ def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> Non
     ]
     if problems:
         raise ConfigError("kv_eviction cannot be used here: " + "; ".join(problems))
+
+
+def method_problems(eviction: EvictionConfig) -> list[str]:
+    """Says why the engine cannot serve a method, if it cannot."""
+    if not eviction.enabled or (reason := METHODS[eviction.method].unserved) is None:
+        return []
+    served = ", ".join(repr(name) for name, method in METHODS.items() if not method.unserved)
+    return [f"method = {eviction.method!r} cannot be served: {reason}; accepted: {served}"]
 
 
 def refuse_mixed_groups(kv_cache_config: KVCacheConfig) -> None:

@@ -1,13 +1,17 @@
 """What the package's own methods retain of a captured prompt. No second implementation of them."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.evaluation.capture import Layer
-from vllm_kvselect.methods import METHODS, Retention, retain
+from vllm_kvselect.evaluation.errors import EvaluationError
+from vllm_kvselect.methods import METHODS, Retention, retain, retain_pool, score_layer
+from vllm_kvselect.ranking import Candidates
 from vllm_kvselect.retention import RetentionPlan, plan
+from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selection import stage_1_mask
 
 
@@ -29,7 +33,7 @@ class Prompt(NamedTuple):
 
 
 def retained_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
-    """Chooses in every layer by itself, each from the full cache's queries, keys and values.
+    """Chooses from the full cache's queries, keys and values of every layer.
 
     Args:
         prompt: The prompt.
@@ -42,10 +46,10 @@ def retained_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
     planned = plan(prompt.num_tokens, prompt.block_size, config)
     if planned is not None:
         scored = planned.tail_start * prompt.block_size
-        for index, layer in enumerate(prompt.layers):
-            chosen = retained.new_zeros(retained.shape[1] * scored)
-            chosen[_choose(prompt, layer, planned, config).retained] = True
-            retained[index, :, :scored] = chosen.view(-1, scored)
+        for layers, retention in _choose(prompt, planned, config):
+            chosen = retained[layers, :, :scored].flatten()
+            chosen[retention.retained] = True
+            retained[layers, :, :scored] = chosen.view(-1, retained.shape[1], scored)
     return retained
 
 
@@ -58,18 +62,21 @@ def stage_1_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
 
     Returns:
         `[num_layers, num_kv_heads, num_prompt_tokens]` bool. None of it if the budget covers it.
+
+    Raises:
+        EvaluationError: If the method has no two stages.
     """
+    if not METHODS[config.method].two_stages:
+        raise EvaluationError(f"{config.method} does not select in two stages")
     entries = torch.zeros_like(tail_entries(prompt, config))
     planned = plan(prompt.num_tokens, prompt.block_size, config)
     if planned is not None:
         scored = planned.tail_start * prompt.block_size
-        for index, layer in enumerate(prompt.layers):
-            pages = _choose(prompt, layer, planned, config).offsets.diff()
-            scorer = METHODS[config.method].scorer
-            scores = scorer(*_queries_and_keys(prompt, layer, config), layer.scale, config)
-            entries[index, :, :scored] = stage_1_mask(
-                scores[:, :scored], pages * prompt.block_size, config.alpha
-            )
+        for layers, retention in _choose(prompt, planned, config):
+            budgets = retention.offsets.diff() * prompt.block_size
+            candidates = _score(prompt, layers, scored, config)
+            first = stage_1_mask(candidates.scores.flatten(0, 1), budgets, config.alpha)
+            entries[layers, :, :scored] = first.view_as(candidates.scores)
     return entries
 
 
@@ -91,27 +98,42 @@ def tail_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
 
 
 def _choose(
-    prompt: Prompt, layer: Layer, planned: RetentionPlan, config: EvictionConfig
-) -> Retention:
-    query, key = _queries_and_keys(prompt, layer, config)
-    value = layer.value[:, : planned.tail_start * prompt.block_size]
-    return retain(
-        query,
-        key,
-        torch.ones_like(value) if prompt.what_if == "equal-norms" else value,
-        layer.output_projection,
-        layer.scale,
-        planned.num_packed,
-        prompt.block_size,
-        config,
+    prompt: Prompt, planned: RetentionPlan, config: EvictionConfig
+) -> Iterator[tuple[slice, Retention]]:
+    """The choice of each layer, or of all layers where they share a pool; which layers it is of."""
+    scored = planned.tail_start * prompt.block_size
+    if METHODS[config.method].pooled:
+        everything = slice(0, len(prompt.layers))
+        candidates = _score(prompt, everything, scored, config)
+        yield everything, retain_pool(candidates, planned.num_packed, prompt.block_size, config)
+        return
+    for index, layer in enumerate(prompt.layers):
+        inputs = _inputs(prompt, layer, scored, config)
+        sizes = (planned.num_packed, prompt.block_size)
+        yield slice(index, index + 1), retain(*inputs, *sizes, config, index)
+
+
+def _score(prompt: Prompt, layers: slice, scored: int, config: EvictionConfig) -> Candidates:
+    indices = range(len(prompt.layers))[layers]
+    return Candidates.stack(
+        [
+            score_layer(*_inputs(prompt, prompt.layers[index], scored, config), config, index)
+            for index in indices
+        ]
     )
 
 
-def _queries_and_keys(
-    prompt: Prompt, layer: Layer, config: EvictionConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The queries that score, and all keys up to theirs."""
-    if prompt.what_if == "foresight":
-        return layer.query[prompt.num_tokens :], layer.key
-    first = prompt.num_tokens - config.window
-    return layer.query[first : prompt.num_tokens], layer.key[:, : prompt.num_tokens]
+def _inputs(
+    prompt: Prompt, layer: Layer, scored: int, config: EvictionConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, OutputProjection, float]:
+    """Query, key, value, W_O and scale, as `methods.retain` takes them."""
+    query, key = layer.query[: prompt.num_tokens], layer.key[:, : prompt.num_tokens]
+    if not METHODS[config.method].whole_prompt:
+        if prompt.what_if == "foresight":
+            query, key = layer.query[prompt.num_tokens :], layer.key
+        else:
+            query = query[-config.window :]
+    value = layer.value[:, :scored]
+    if prompt.what_if == "equal-norms":
+        value = torch.ones_like(value)
+    return query, key, value, layer.output_projection, layer.scale

@@ -7,25 +7,37 @@ from vllm_kvselect.config import EvictionConfig
 
 
 def snapkv_scores(
-    query: torch.Tensor, key: torch.Tensor, scale: float, config: EvictionConfig
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float,
+    config: EvictionConfig,
+    layer_index: int = 0,
 ) -> torch.Tensor:
     """Scores every entry before the window by the window's attention to it.
 
     Softmax over all keys, causal inside the window; mean over the window's queries and the query
     group; the window's own columns cut off; max-pooled along the tokens (SnapKV, Listing 1, and
     Algorithm 2 of arXiv 2502.03805). Accumulates in float32, or float64 for float64 inputs.
+    Options take the maximum over the group, or the mean in the pooling.
 
     Args:
         query: Queries of the last `window` prompt tokens, `[window, num_heads, head_size]`.
         key: All keys of the prompt, `[num_kv_heads, num_prompt_tokens, head_size]`.
         scale: Softmax scale, as the layer uses it.
-        config: Gives `kernel_size`.
+        config: Gives `group_reduction`, `pooling` and `kernel_size`.
+        layer_index: Unused; every scorer has this signature.
 
     Returns:
         `[num_kv_heads, num_prompt_tokens - window]`, at least float32.
     """
-    attention = window_attention(query, key, scale).mean(dim=1)
-    return max_pool(attention[:, : key.shape[1] - query.shape[0]], config.kernel_size)
+    window, num_kv_heads = query.shape[0], key.shape[0]
+    rows = window_attention(query, key, scale)
+    if config.group_reduction == "mean":
+        attention = rows.mean(dim=1)
+    else:
+        attention = rows.view(num_kv_heads, -1, window, rows.shape[2]).mean(dim=2).amax(dim=1)
+    pool = max_pool if config.pooling == "max" else mean_pool
+    return pool(attention[:, : key.shape[1] - window], config.kernel_size)
 
 
 def window_attention(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
@@ -55,3 +67,8 @@ def window_attention(query: torch.Tensor, key: torch.Tensor, scale: float) -> to
 def max_pool(scores: torch.Tensor, kernel_size: int) -> torch.Tensor:
     """Takes the maximum over `kernel_size` neighbouring tokens, so that a phrase stays whole."""
     return F.max_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)
+
+
+def mean_pool(scores: torch.Tensor, kernel_size: int) -> torch.Tensor:
+    """Takes the mean over `kernel_size` neighbouring tokens; beyond both ends are zeros."""
+    return F.avg_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)

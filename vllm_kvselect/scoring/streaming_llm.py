@@ -6,7 +6,11 @@ from vllm_kvselect.config import EvictionConfig
 
 
 def streaming_llm_scores(
-    query: torch.Tensor, key: torch.Tensor, scale: float, config: EvictionConfig
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float,
+    config: EvictionConfig,
+    layer_index: int = 0,
 ) -> torch.Tensor:
     """Scores by position: sinks before everything, then the later the better.
 
@@ -15,6 +19,7 @@ def streaming_llm_scores(
         key: `[num_kv_heads, num_prompt_tokens, head_size]`, only its shape is read.
         scale: Unused; every scorer has this signature.
         config: Gives `num_sinks`.
+        layer_index: Unused.
 
     Returns:
         `[num_kv_heads, num_prompt_tokens - window]`, float32.

@@ -1,0 +1,212 @@
+"""The published choice on the real model's tensors: float64, one head and one query at a time.
+
+Shares no code with the package. Only the pages come from `tests.oracle`; the loops over tokens
+there are too slow for real lengths.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tests import oracle
+from tests.method_cases import MethodCase
+
+WINDOW, BLOCK_SIZE, BUDGET = 32, 32, 160
+
+
+class Layer(NamedTuple):
+    """A prompt in one layer.
+
+    Attributes:
+        query: `[num_prompt_tokens, num_heads, head_size]`.
+        key: `[num_prompt_tokens, num_kv_heads, head_size]`.
+        value: `[num_prompt_tokens, num_kv_heads, head_size]`.
+        projection: The checkpoint's W_O, `[hidden_size, num_heads * head_size]`.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    projection: torch.Tensor
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+
+class Expected(NamedTuple):
+    """What a head should retain.
+
+    Attributes:
+        count: Its number of entries.
+        keys: What they are ranked by in the end, `[num_tokens]`.
+        scores: What stage 1 ranks by, `[num_tokens]`.
+        first: How many entries stage 1 retains.
+    """
+
+    count: int
+    keys: torch.Tensor
+    scores: torch.Tensor
+    first: int
+
+    def check(self, actual: set[int]) -> None:
+        """Only entries on a cut may differ: float32 scores are off by some 1e-6 relatively."""
+        order = torch.sort(self.keys, descending=True, stable=True).indices
+        for token in set(order[: self.count].tolist()) ^ actual:
+            assert near(self.keys, self.count, token) or near(self.scores, self.first, token)
+
+
+def near(values: torch.Tensor, rank: int, token: int) -> bool:
+    """Whether a token's value is that of one of the two at the given rank, up to rounding."""
+    cut = values.sort(descending=True).values[max(rank - 1, 0) : rank + 1]
+    return bool(torch.isclose(values[token], cut, rtol=1e-4, atol=0).any())
+
+
+def tail_begin(prompt_len: int) -> int:
+    """First token of the tail."""
+    return (prompt_len - WINDOW) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def num_packed(prompt_len: int) -> int:
+    """Packed blocks of a prompt."""
+    return -(-(BUDGET - (prompt_len - tail_begin(prompt_len))) // BLOCK_SIZE)
+
+
+def expect(case: MethodCase, layers: Sequence[Layer], first_layer: int = 0) -> list[Expected]:
+    """What every head of a pool of layers, or of one alone, should retain of a prompt."""
+    config, base = case.config(), case.method.removesuffix("-perturb").removeprefix("layer-")
+    prompt_len = len(layers[0].query)
+    even, num_tokens = num_packed(prompt_len) * BLOCK_SIZE, tail_begin(prompt_len)
+    scores, products, stage_1 = [], [], []
+    for index, layer in enumerate(layers):
+        scores.append(stage_1_scores(base, layer, config, first_layer + index)[:, :num_tokens])
+        weights = stage_2_scores(base, layer, config, first_layer + index)[:, :num_tokens]
+        norms = value_norms(layer)[:, :num_tokens]
+        if base == "thetakv":
+            products.append((weights + config.lam / num_tokens) / (1 + config.lam) * norms)
+        elif base == "defensivekv":
+            stage_1 += [mass_stage(row, config.mass, even) for row in scores[-1]]
+            products.append(weights * norms / norms.sum(dim=0))
+            for head, tokens in enumerate(stage_1[-len(norms) :]):
+                products[-1][head, tokens] = 2 + scores[-1][head, tokens]
+        else:
+            products.append((weights + config.eps) * norms)
+    ranking = products if base in ("thetakv", "defensivekv") else scores
+    counts = [BLOCK_SIZE * count for count in pages(base, ranking, config, num_packed(prompt_len))]
+    expected = []
+    for head, count in enumerate(counts):
+        row, product = torch.cat(scores)[head], torch.cat(products)[head]
+        if base == "defensivekv":
+            expected.append(Expected(count, product, row, len(stage_1[head])))
+        elif base == "thetakv" or case.method.endswith("-perturb"):
+            first = int(config.alpha * count)
+            product[torch.sort(row, descending=True, stable=True).indices[:first]] = torch.inf
+            expected.append(Expected(count, product, row, first))
+        else:
+            expected.append(Expected(count, row, row, count))
+    return expected
+
+
+def pages(base: str, ranking: list[torch.Tensor], config: Any, packed: int) -> list[int]:
+    """Pages of every head of every layer."""
+    layers = [layer.tolist() for layer in ranking]
+    heads = [head for layer in layers for head in layer]
+    adaptive = (BLOCK_SIZE, config.safeguard, config.floor)
+    if "pyramidkv" in base:
+        num_blocks = len(heads[0]) // BLOCK_SIZE
+        blocks = oracle.pyramid_blocks(packed, len(layers), num_blocks, config.beta)
+        if base == "pyramidkv":
+            return [count for count in blocks for _ in layers[0]]
+        split = [
+            oracle.adaptive_pages(layer, count, *adaptive)
+            for layer, count in zip(layers, blocks, strict=True)
+        ]
+        return [count for counts in split for count in counts]
+    if base == "defensivekv":
+        return oracle.adaptive_pages(heads, packed, BLOCK_SIZE, 0.0)
+    if base in ("adakv", "thetakv"):
+        return oracle.adaptive_pages(heads, packed, *adaptive)
+    return [packed] * len(heads)
+
+
+def mass_stage(attention: torch.Tensor, mass: float, most: int) -> list[int]:
+    """The fewest best tokens that reach the mass together with all that do not compete."""
+    taken: list[int] = []
+    reached = 1 - float(attention.sum())
+    for token in torch.sort(attention, descending=True, stable=True).indices[:most].tolist():
+        if reached >= mass:
+            break
+        taken.append(token)
+        reached += float(attention[token])
+    return taken
+
+
+def value_norms(layer: Layer) -> torch.Tensor:
+    """`[num_kv_heads, num_prompt_tokens]`, query head by query head."""
+    num_tokens, num_kv_heads, size = layer.value.shape
+    norms = torch.zeros(num_kv_heads, num_tokens, dtype=torch.float64)
+    for head in range(num_kv_heads * layer.group):
+        columns = layer.projection[:, head * size : (head + 1) * size]
+        projected = layer.value[:, head // layer.group] @ columns.T
+        norms[head // layer.group] += projected.abs().sum(1) / layer.group
+    return norms
+
+
+def rows(layer: Layer, first: int) -> torch.Tensor:
+    """Attention of the queries from `first` on: `[num_heads, num_queries, num_prompt_tokens]`."""
+    num_tokens, num_heads, size = layer.query.shape
+    weights = torch.zeros(num_heads, num_tokens - first, num_tokens, dtype=torch.float64)
+    for head in range(num_heads):
+        for position in range(first, num_tokens):
+            keys = layer.key[: position + 1, head // layer.group]
+            logits = keys @ layer.query[position, head] * size**-0.5
+            weights[head, position - first, : position + 1] = torch.softmax(logits, 0)
+    return weights
+
+
+def stage_1_scores(base: str, layer: Layer, config: Any, index: int) -> torch.Tensor:
+    """`[num_kv_heads, num_prompt_tokens - window]`."""
+    num_scored, num_kv_heads = len(layer.query) - WINDOW, layer.key.shape[1]
+    if base == "streaming-llm":
+        order = torch.arange(num_scored, dtype=torch.float64)
+        order[: config.num_sinks] = num_scored
+        return order.repeat(num_kv_heads, 1)
+    if base == "random":
+        drawn = oracle.random_scores(config.seed, index, num_kv_heads, num_scored)
+        return torch.tensor(drawn, dtype=torch.float64)
+    by_member = (num_kv_heads, layer.group, -1, len(layer.query))
+    if base == "h2o":
+        return rows(layer, 0).view(by_member).sum(2).mean(1)[:, :num_scored]
+    window = rows(layer, num_scored).view(by_member).mean(2)[..., :num_scored]
+    if base == "defensivekv":
+        return window.mean(1)
+    reduced = window.mean(1) if config.group_reduction == "mean" else window.amax(1)
+    return pooled(reduced, config.kernel_size, config.pooling)
+
+
+def stage_2_scores(base: str, layer: Layer, config: Any, index: int) -> torch.Tensor:
+    """What the norms are multiplied by."""
+    if config.stage_2_scores == "unpooled":
+        config = config.model_copy(update={"kernel_size": 1})
+    if base != "defensivekv":
+        return stage_1_scores(base, layer, config, index)
+    num_scored, num_kv_heads = len(layer.query) - WINDOW, layer.key.shape[1]
+    window = rows(layer, num_scored)[..., :num_scored]
+    each = pooled(window, config.kernel_size, config.pooling)
+    if config.pooling == "mean":
+        each *= window.sum(-1, keepdim=True) / each.sum(-1, keepdim=True)
+    worst = each.view(num_kv_heads, -1, num_scored).amax(1)
+    return torch.maximum(worst, worst.mean(-1, keepdim=True))
+
+
+def pooled(scores: torch.Tensor, kernel_size: int, pooling: str) -> torch.Tensor:
+    """Maximum or mean over neighbours, token by token."""
+    half, columns = kernel_size // 2, []
+    for token in range(scores.shape[-1]):
+        neighbours = scores[..., max(0, token - half) : token + half + 1]
+        columns.append(
+            neighbours.amax(-1) if pooling == "max" else neighbours.sum(-1) / kernel_size
+        )
+    return torch.stack(columns, dim=-1)

@@ -1,0 +1,60 @@
+"""Brute force in float64: the published rules as loops over heads, queries and tokens.
+
+Nothing here shares code with the package (only the configuration's field names), nothing is
+vectorised, and sums are exact (`math.fsum`). Tensors come in as nested lists, `tensor.tolist()`,
+which is exact for every floating-point type up to float64.
+"""
+
+from tests.oracle.allocation import adaptive_pages, largest_remainder, pyramid_blocks
+from tests.oracle.attention import attend, decode_attention, dot, softmax, window_attention
+from tests.oracle.page_table import Row, packed_places, page_row
+from tests.oracle.retain import LayerInputs, Retained, retain
+from tests.oracle.scores import (
+    defensive_scores,
+    h2o_scores,
+    pool,
+    random_scores,
+    snapkv_scores,
+    streaming_llm_order,
+    value_norms,
+)
+from tests.oracle.selection import (
+    best_first,
+    mass_stage,
+    select,
+    select_perturbation,
+    select_two_stages,
+)
+from tests.oracle.types import Cube, Matrix, Vector
+
+__all__ = [
+    "Cube",
+    "LayerInputs",
+    "Matrix",
+    "Retained",
+    "Row",
+    "Vector",
+    "adaptive_pages",
+    "attend",
+    "best_first",
+    "decode_attention",
+    "defensive_scores",
+    "dot",
+    "h2o_scores",
+    "largest_remainder",
+    "mass_stage",
+    "packed_places",
+    "page_row",
+    "pool",
+    "pyramid_blocks",
+    "random_scores",
+    "retain",
+    "select",
+    "select_perturbation",
+    "select_two_stages",
+    "snapkv_scores",
+    "softmax",
+    "streaming_llm_order",
+    "value_norms",
+    "window_attention",
+]

@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.ranking import Candidates, by_bound, by_defence, by_score
+
+
+def candidates() -> Candidates:
+    scores = torch.tensor([[0.5, 0.25, 0.125], [0.25, 0.25, 0.25]])
+    weights = torch.tensor([[0.5, 0.25, 0.25], [0.375, 0.375, 0.375]])
+    return Candidates(scores, weights, torch.tensor([[1.0, 3.0, 0.0], [3.0, 1.0, 0.0]]))
+
+
+def test_by_score_is_the_score() -> None:
+    assert torch.equal(by_score(candidates(), 1, EvictionConfig()), candidates().scores)
+
+
+def test_by_bound_smooths_the_weights_and_multiplies() -> None:
+    ranking = by_bound(candidates(), 1, EvictionConfig(lam=1.5))
+    weights, norms = candidates().weights, candidates().norms
+    torch.testing.assert_close(ranking, (weights + 0.5) / 2.5 * norms)
+
+
+def test_by_defence_normalises_over_the_heads_of_a_layer() -> None:
+    ranking = by_defence(candidates(), 1, EvictionConfig(mass=0.0))
+    expected = [[0.125, 0.1875, 0.0], [0.28125, 0.09375, 0.0]]
+    torch.testing.assert_close(ranking, torch.tensor(expected))
+
+
+def test_by_defence_puts_stage_1_first_in_order_of_attention() -> None:
+    ranking = by_defence(candidates(), 2, EvictionConfig(mass=0.9))
+    assert ranking[0].tolist() == [2.5, 2.25, 0.0]
+    assert ranking[1].tolist() == [2.25, 2.25, 0.0]
+
+
+def test_stacked_layers_are_ranked_like_each_alone() -> None:
+    """Norms are normalised, and stages filled, inside a layer."""
+    first = candidates()
+    second = Candidates(first.scores.flip(1), first.weights.flip(1), first.weights)
+    stacked = Candidates.stack([first, second])
+    for ranking in (by_score, by_bound, by_defence):
+        ranked = ranking(stacked, 1, EvictionConfig())
+        for layer, alone in zip(ranked, (first, second), strict=True):
+            assert torch.equal(layer, ranking(alone, 1, EvictionConfig()))
+
+
+def test_norms_are_needed_where_they_count() -> None:
+    without = candidates()._replace(norms=None)
+    for ranking in (by_bound, by_defence):
+        with pytest.raises(AssertionError):
+            ranking(without, 1, EvictionConfig())
+    assert Candidates.stack([without]).norms is None

@@ -1,0 +1,66 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import oracle
+from tests.strategies import Shape, few, random_layer, seeds, shapes, some
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scoring import h2o
+from vllm_kvselect.scoring.h2o import accumulate, h2o_scores
+
+
+@few
+@given(shape=shapes(max_tokens=32), seed=seeds)
+def test_scores_equal_the_oracle(shape: Shape, seed: int) -> None:
+    layer = random_layer(shape, seed)
+    config = EvictionConfig(window=shape.window)
+    scores = h2o_scores(layer.prompt_query, layer.key, shape.scale, config)
+    lists = layer.prompt_query.tolist(), layer.key.tolist()
+    expected = oracle.h2o_scores(*lists, shape.scale, shape.window)
+    reference = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(scores, reference, rtol=1e-12, atol=0)
+
+
+@some
+@given(data=st.data(), shape=shapes(max_tokens=48), seed=seeds, block=st.integers(1, 20_000))
+def test_chunks_add_up_whatever_their_sizes(
+    data: st.DataObject, shape: Shape, seed: int, block: int
+) -> None:
+    layer, length = random_layer(shape, seed), shape.num_prompt_tokens
+    cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=4)))
+    total = torch.zeros(shape.num_kv_heads, length, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(h2o, "_BLOCK_ELEMENTS", block)
+        for start, stop in zip([0, *cuts], [*cuts, length], strict=True):
+            query = layer.prompt_query[start:stop]
+            total[:, :stop] += accumulate(query, layer.key[:, :stop], start, shape.scale)
+    whole = accumulate(layer.prompt_query, layer.key, 0, shape.scale)
+    torch.testing.assert_close(total, whole, rtol=1e-12, atol=0)
+    # Every query pays an attention of 1 in all.
+    torch.testing.assert_close(
+        whole.sum(dim=1), torch.full((shape.num_kv_heads,), length, dtype=torch.float64)
+    )
+
+
+def test_memory_is_bounded_by_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    attention = h2o.window_attention
+
+    def recorded(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+        rows = attention(query, key, scale)
+        sizes.append(rows.numel())
+        return rows
+
+    monkeypatch.setattr(h2o, "window_attention", recorded)
+    monkeypatch.setattr(h2o, "_BLOCK_ELEMENTS", 2**14)
+    layer = random_layer(Shape(2, 3, 8, 32, 4, 1028, 1), 0, torch.float32)
+    accumulate(layer.prompt_query, layer.key, 0, 1.0)
+    assert len(sizes) > 100
+    assert max(sizes) <= 2**14
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_are_at_least_float32(dtype: torch.dtype) -> None:
+    layer = random_layer(Shape(2, 2, 8, 8, 3, 51, 2), 0, dtype)
+    assert accumulate(layer.prompt_query, layer.key, 0, 1.0).dtype == torch.float32

@@ -1,0 +1,169 @@
+"""The choice of what is retained: score, rank, allocate, select."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.methods.registry import METHODS, Method
+from vllm_kvselect.pruning import needed_value_norms
+from vllm_kvselect.ranking import Candidates, by_score
+from vllm_kvselect.scoring.value_norms import OutputProjection, value_norms
+from vllm_kvselect.selection import select, stage_1_mask, stage_2_keys
+
+
+class Retention(NamedTuple):
+    """What a layer, or the layers of a pool, retain of one prompt, the tail blocks aside.
+
+    Attributes:
+        retained: Flat indices `head * num_tokens + token`, ascending,
+            `[num_packed * num_kv_heads * block_size]` int64.
+        offsets: Where each head's pages start in the run, `[num_kv_heads + 1]` int64.
+
+    In a pool, `head` is `layer * num_kv_heads + head` and the heads of all layers are counted.
+    """
+
+    retained: torch.Tensor
+    offsets: torch.Tensor
+
+
+def retain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output_projection: OutputProjection | None,
+    scale: float,
+    num_packed: int,
+    block_size: int,
+    config: EvictionConfig,
+    layer_index: int = 0,
+) -> Retention:
+    """Scores, allocates and selects: the whole choice of one layer for one prompt.
+
+    Args:
+        query: Queries of the observation window, `[window, num_heads, head_size]`; of the whole
+            prompt for methods with `whole_prompt`.
+        key: Keys of the whole prompt, `[num_kv_heads, num_prompt_tokens, head_size]`.
+        value: Values of the tokens before the tail, `[num_kv_heads, num_tokens, head_size]`; only
+            these compete, the tail is retained anyway.
+        output_projection: The layer's W_O; None for methods without perturbation.
+        scale: Softmax scale of the layer.
+        num_packed: Packed blocks of the retention plan, fewer than `num_tokens / block_size`.
+        block_size: Entries per page.
+        config: Method and parameters.
+        layer_index: The layer's place in the model.
+
+    Returns:
+        The retained entries and the heads' runs.
+    """
+    layer = score_layer(query, key, value, output_projection, scale, config, layer_index)
+
+    def project(stage_1: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
+        assert output_projection is not None
+        return needed_value_norms(
+            layer.weights, value, output_projection, stage_1, budgets, config.eps
+        )
+
+    return _choose(Candidates.stack([layer]), num_packed, block_size, config, project)
+
+
+def score_layer(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output_projection: OutputProjection | None,
+    scale: float,
+    config: EvictionConfig,
+    layer_index: int = 0,
+) -> Candidates:
+    """The first half of the choice, which needs a layer's tensors; arguments as in `retain`.
+
+    Returns:
+        The layer's competing entries, `[num_kv_heads, num_tokens]` each. Norms are left out where
+        they can be pruned once the budgets are known.
+    """
+    method, num_tokens = METHODS[config.method], value.shape[1]
+    inputs = (query, key, scale)
+    scores = weights = method.scorer(*inputs, config, layer_index)[:, :num_tokens]
+    unpooled = config.stage_2_scores == "unpooled"
+    if method.perturbation and (method.weigher or unpooled):
+        stage_2 = config.model_copy(update={"kernel_size": 1}) if unpooled else config
+        weigher = method.weigher or method.scorer
+        weights = weigher(*inputs, stage_2, layer_index)[:, :num_tokens]
+    norms = None
+    if method.perturbation and (method.pooled or method.ranking is not by_score):
+        assert output_projection is not None
+        norms = value_norms(value, output_projection.weight).to(scores.dtype)
+    return Candidates(scores, weights, norms)
+
+
+def retain_pool(
+    candidates: Candidates, num_packed: int, block_size: int, config: EvictionConfig
+) -> Retention:
+    """The second half, for all layers that share a request's packed pages.
+
+    A pool of one layer gives what `retain` gives.
+
+    Args:
+        candidates: Stacked layers, `[num_layers, num_kv_heads, num_tokens]` each.
+        num_packed: Packed blocks of the retention plan; each holds a page per layer and head.
+        block_size: Entries per page.
+        config: Method and parameters; the method is `pooled`.
+
+    Returns:
+        `num_layers * num_packed * num_kv_heads * block_size` retained entries, and offsets
+        `[num_layers * num_kv_heads + 1]` that run through the layers in order.
+    """
+    assert METHODS[config.method].pooled
+    return _choose(candidates, num_packed, block_size, config, None)
+
+
+def _choose(
+    candidates: Candidates,
+    num_packed: int,
+    block_size: int,
+    config: EvictionConfig,
+    project: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+) -> Retention:
+    """Ranks, allocates and selects among stacked layers, their heads in one axis.
+
+    Args:
+        candidates: `[num_layers, num_kv_heads, num_tokens]` each.
+        num_packed: Packed blocks.
+        block_size: Entries per page.
+        config: Method and parameters.
+        project: `(stage_1, budgets)` -> the norms that matter, where `candidates` has none.
+    """
+    method = METHODS[config.method]
+    ranking = method.ranking(candidates, num_packed * block_size, config)
+    pages = _allocate(method, ranking, num_packed, block_size, config)
+    budgets = pages * block_size
+    keys = ranking.flatten(0, 1)
+    if method.two_stages:
+        stage_1 = stage_1_mask(candidates.scores.flatten(0, 1), budgets, config.alpha)
+        if method.ranking is not by_score:
+            keys = keys.masked_fill(stage_1, float("inf"))
+        else:
+            norms = candidates.norms
+            if norms is None:
+                assert project is not None
+                norms = project(stage_1, budgets)
+            weights = candidates.weights.flatten(0, 1)
+            keys = stage_2_keys(weights, norms.view_as(weights), stage_1, config.eps)
+    retained = select(keys, budgets, num_packed * keys.shape[0] * block_size)
+    offsets = torch.zeros(keys.shape[0] + 1, dtype=torch.int64, device=pages.device)
+    torch.cumsum(pages, 0, out=offsets[1:])
+    return Retention(retained, offsets)
+
+
+def _allocate(
+    method: Method, ranking: torch.Tensor, num_packed: int, block_size: int, config: EvictionConfig
+) -> torch.Tensor:
+    """Pages of every head of every layer, `[num_layers * num_kv_heads]`."""
+    num_layers, _, num_tokens = ranking.shape
+    if method.layer_split is None:
+        return method.allocator(ranking.flatten(0, 1), num_packed, block_size, config)
+    blocks = method.layer_split(num_packed, num_layers, num_tokens // block_size, config)
+    layers = zip(ranking, blocks, strict=True)
+    return torch.cat([method.allocator(layer, n, block_size, config) for layer, n in layers])
