@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 
 from vllm_kvselect.config import CONFIG_KEY, ConfigError, EvictionConfig
+from vllm_kvselect.evaluation.errors import EvaluationError
 from vllm_kvselect.retention import plan
 from vllm_kvselect.tiny_model import TinyModelError
 
@@ -50,7 +51,7 @@ def run_script(
         return
     try:
         typer.run(main)
-    except (BenchmarkError, ConfigError, TinyModelError) as error:
+    except (BenchmarkError, ConfigError, EvaluationError, TinyModelError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -29,10 +29,12 @@ from _engine import (
     table_console,
     tail,
 )
-from _texts import Needle, needles
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from vllm_kvselect.evaluation.speeches import speeches
+from vllm_kvselect.evaluation.tasks import Needle, needles
 
 BLOCK_SIZE = 32
 """For both servers, so that their blocks compare; on CPU stock's own would be 128."""
@@ -76,7 +78,7 @@ def main(
     console = Console(stderr=True)
     model = model or default_model()
     tokenizer = AutoTokenizer.from_pretrained(model)
-    (needle,) = needles(tokenizer, 1, prompt_len, seed)
+    (needle,) = needles(tokenizer, speeches(), 1, prompt_len, seed)
     document = tokenizer.decode(needle.prompt)
     eviction = ["--kv-eviction", method, "--kv-eviction-budget", budget]
     flags = ["--max-model-len", str(prompt_len + NUM_TOKENS + 64), "--enforce-eager"]

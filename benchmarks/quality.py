@@ -31,12 +31,13 @@ from _engine import (
     run_script,
     table_console,
 )
-from _texts import SPEECHES, needles
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.evaluation.speeches import SPEECHES, speeches
+from vllm_kvselect.evaluation.tasks import needles
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -85,7 +86,8 @@ def main(
 
     rows = _rows(methods, budgets)
     model = model or default_model()
-    prompts = needles(AutoTokenizer.from_pretrained(model), num_prompts, prompt_len, seed)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = needles(tokenizer, speeches(), num_prompts, prompt_len, seed)
     job: Job = {
         "model": model,
         "dtype": dtype,

@@ -1,4 +1,4 @@
-"""The command `vllm-kvselect`: the small model, the methods, a plan, a view of a server."""
+"""The command `vllm-kvselect`: the small model, methods, plans, a server view, the analysis."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from typer.core import TyperGroup
 
 from vllm_kvselect import __version__
 from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.evaluation.command import analyze, parse_number
+from vllm_kvselect.evaluation.errors import EvaluationError
 from vllm_kvselect.retention import plan
 from vllm_kvselect.tiny_model import TinyModelError, tiny_model
 from vllm_kvselect.top import Snapshot, TopError, render, watch
@@ -23,7 +25,7 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (ConfigError, TinyModelError, TopError) as error:
+        except (ConfigError, EvaluationError, TinyModelError, TopError) as error:
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(2) from None
 
@@ -40,6 +42,9 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(__version__)
         raise typer.Exit
+
+
+app.command("analyze")(analyze)
 
 
 @app.callback()
@@ -103,7 +108,8 @@ def plan_command(
     ] = None,
 ) -> None:
     """Show what is retained of a prompt and how many blocks that frees."""
-    given = {"budget": _number(budget), "window": window, "method": method}
+    number = None if budget is None else parse_number(budget)
+    given = {"budget": number, "window": window, "method": method}
     config = EvictionConfig.parse({key: val for key, val in given.items() if val is not None})
     outcome = _outcome(prompt_len, block_size, config)
     table = Table(show_header=False, box=None)
@@ -116,16 +122,6 @@ def plan_command(
     console.print(table)
     if not outcome.freed:
         console.print("Nothing is freed: the request runs as in stock vLLM.")
-
-
-def _number(text: str | None) -> int | float | str | None:
-    """Reads a number as YAML would; what is none is left for the configuration to refuse."""
-    for kind in (int, float):
-        try:
-            return None if text is None else kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 @dataclass(frozen=True)

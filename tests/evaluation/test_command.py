@@ -1,0 +1,141 @@
+"""Every analysis from the command line to its files, on a random model and real code."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+from typer.testing import CliRunner, Result
+
+from tests.evaluation.conftest import NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS
+from vllm_kvselect.cli import app
+from vllm_kvselect.evaluation.settings import ANALYSIS_NAMES, DEFAULTS, AnalysisName
+
+FIGURES = {
+    "perturbation": {"heads", "layers", "shares"},
+    "assumption": {"heads", "budgets"},
+    "bound": {"heads", "budgets"},
+    "alpha": {"heads", "alphas"},
+    "metric": {"heads"},
+    "budget": {"nll"},
+}
+
+
+def run(analysis: str, *options: str) -> Result:
+    return CliRunner().invoke(app, ("analyze", analysis, *options))
+
+
+def small(folder: Path, out: Path, *options: str) -> tuple[str, ...]:
+    return (
+        *("--model", str(folder), "--texts", "stdlib", "--length", "300", "--num-texts", "2"),
+        *("--out", str(out), *options),
+    )
+
+
+@pytest.mark.parametrize("analysis", ANALYSIS_NAMES)
+def test_every_analysis_leaves_record_table_and_figures(
+    analysis: AnalysisName, llama_folder: Path, tmp_path: Path
+) -> None:
+    result = run(analysis, *small(llama_folder, tmp_path, "--budgets", "0.2,0.4"))
+    assert result.exit_code == 0, result.output
+    names = {f"{analysis}-{figure}.png" for figure in FIGURES[analysis]}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{analysis}.json",
+        f"{analysis}.md",
+        *names,
+    }
+    for name in names:
+        pixels = imread(tmp_path / name)[..., :3]
+        assert min(pixels.shape[:2]) > 200
+        assert (pixels < 0.9).any(axis=-1).mean() > 0.01, "nothing is drawn"
+        assert str(tmp_path / name) in result.stdout
+
+    record = json.loads((tmp_path / f"{analysis}.json").read_text(encoding="utf-8"))
+    assert record["config"]["methods"] == list(DEFAULTS[analysis].methods)
+    assert record["config"]["budgets"] == [0.2, 0.4]
+    assert len(record["evictions"]) == 2 * len(DEFAULTS[analysis].methods)
+    assert record["evictions"][0]["window"] == 32
+    assert record["model"]["num_layers"] == NUM_LAYERS
+    assert record["results"]
+
+
+def test_command_of_a_record_makes_the_same_record(llama_folder: Path, tmp_path: Path) -> None:
+    options = ("--methods", "adakv", "--set", "window=16", "--set", "eps=1e-3", "--seed", "3")
+    first = run("metric", *small(llama_folder, tmp_path, "--budgets", "0.2,100", *options))
+    assert first.exit_code == 0
+    record = json.loads((tmp_path / "metric.json").read_text(encoding="utf-8"))
+    (tmp_path / "metric.json").unlink()
+    assert run(*shlex.split(record["command"])[2:]).exit_code == 0
+    again = json.loads((tmp_path / "metric.json").read_text(encoding="utf-8"))
+    assert {**again, "seconds": 0} == {**record, "seconds": 0}
+
+
+def test_perturbation_of_the_whole_prompt_is_nothing(llama_folder: Path, tmp_path: Path) -> None:
+    options = small(llama_folder, tmp_path, "--budgets", "1.0", "--methods", "streaming-llm")
+    assert run("perturbation", *options).exit_code == 0
+    record = json.loads((tmp_path / "perturbation.json").read_text(encoding="utf-8"))
+    for setting in record["results"]["settings"]:
+        assert len(setting["heads"]) == NUM_LAYERS
+        assert all(len(row) == NUM_HEADS for row in setting["heads"])
+        assert max(map(max, setting["heads"])) < 1e-3
+        assert max(setting["hidden"]) == 0.0
+
+
+def test_settings_of_a_method_reach_it(llama_folder: Path, tmp_path: Path) -> None:
+    options = ("--methods", "snapkv,snapkv-perturb", "--budgets", "0.3", "--set", "alpha=1.0")
+    assert run("perturbation", *small(llama_folder, tmp_path, *options)).exit_code == 0
+    record = json.loads((tmp_path / "perturbation.json").read_text(encoding="utf-8"))
+    assert {each["alpha"] for each in record["evictions"]} == {1.0}
+    # With alpha 1 the second stage retains nothing, so both methods are the same.
+    one, two, *_ = record["results"]["settings"]
+    assert one["heads"] == two["heads"]
+
+
+def test_quality_of_the_whole_prompt_is_the_full_caches(llama_folder: Path, tmp_path: Path) -> None:
+    options = ("--methods", "adakv", "--budgets", "1.0")
+    assert run("budget", *small(llama_folder, tmp_path, *options)).exit_code == 0
+    record = json.loads((tmp_path / "budget.json").read_text(encoding="utf-8"))
+    for setting in record["results"]["settings"]:
+        for text in setting["texts"]:
+            assert text["nll"] == text["full_nll"]
+
+
+def test_best_alphas_are_chosen_per_kv_head(llama_folder: Path, tmp_path: Path) -> None:
+    options = ("--methods", "snapkv-perturb", "--scenarios", "regular")
+    assert run("alpha", *small(llama_folder, tmp_path, *options)).exit_code == 0
+    record = json.loads((tmp_path / "alpha.json").read_text(encoding="utf-8"))
+    (setting,) = record["results"]["settings"]
+    assert setting["relative"][-1] == 1.0
+    assert [len(row) for row in setting["best_alpha_of_head"]] == [NUM_KV_HEADS] * NUM_LAYERS
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--methods", "snapkv,magic"), "method = 'magic' is not accepted"),
+        (("--budgets", "0.2,1.5"), "budget = 1.5 is not accepted"),
+        (("--set", "alpha=2"), "alpha = 2 is not accepted"),
+        (("--set", "speed=1"), "unknown key 'speed'"),
+        (("--task", "poem"), "task = 'poem'"),
+        (("--scenarios", "irregular"), "scenarios.0 = 'irregular'"),
+        (("--model", "/nowhere"), "cannot load nowhere with transformers"),
+    ],
+)
+def test_refused_value_is_one_line_on_stderr(options: tuple[str, str], named: str) -> None:
+    result = run("perturbation", *options)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {named}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_missing_package_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.startswith("vllm_kvselect.evaluation.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run("perturbation")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: the analysis needs matplotlib.figure: pip install 'vllm-kvselect[eval]'\n"
+    )

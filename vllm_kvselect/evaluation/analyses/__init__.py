@@ -1,0 +1,23 @@
+"""The analyses, one file each: a study in, findings out."""
+
+from collections.abc import Callable
+
+from vllm_kvselect.evaluation.analyses.alpha import measure_alpha
+from vllm_kvselect.evaluation.analyses.assumption import measure_assumption
+from vllm_kvselect.evaluation.analyses.bound import measure_bound
+from vllm_kvselect.evaluation.analyses.budget import measure_budget
+from vllm_kvselect.evaluation.analyses.metric import measure_metric
+from vllm_kvselect.evaluation.analyses.perturbation import measure_perturbation
+from vllm_kvselect.evaluation.report import Findings
+from vllm_kvselect.evaluation.settings import AnalysisName
+from vllm_kvselect.evaluation.study import Study
+
+ANALYSES: dict[AnalysisName, Callable[[Study], Findings]] = {
+    "perturbation": measure_perturbation,
+    "assumption": measure_assumption,
+    "bound": measure_bound,
+    "alpha": measure_alpha,
+    "metric": measure_metric,
+    "budget": measure_budget,
+}
+"""Analyses by name."""

@@ -1,0 +1,139 @@
+"""What the package's own methods retain of a captured prompt. No second implementation of them."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.evaluation.capture import Layer
+from vllm_kvselect.evaluation.errors import EvaluationError
+from vllm_kvselect.methods import METHODS, Retention, retain, retain_pool, score_layer
+from vllm_kvselect.ranking import Candidates
+from vllm_kvselect.retention import RetentionPlan, plan
+from vllm_kvselect.scoring.value_norms import OutputProjection
+from vllm_kvselect.selection import stage_1_mask
+
+
+class Prompt(NamedTuple):
+    """A captured prompt and how to look at it.
+
+    Attributes:
+        layers: Captured from the prompt and from what follows it.
+        num_tokens: Length of the prompt.
+        block_size: Tokens per block: 1 counts a budget in entries as papers do, 32 is the engine's.
+        what_if: `foresight` scores by the queries that follow the prompt instead of by the
+            window's; `equal-norms` makes all value norms equal. See `AnalysisConfig`.
+    """
+
+    layers: list[Layer]
+    num_tokens: int
+    block_size: int
+    what_if: str | None = None
+
+
+def retained_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
+    """Chooses from the full cache's queries, keys and values of every layer.
+
+    Args:
+        prompt: The prompt.
+        config: Method, budget and parameters.
+
+    Returns:
+        `[num_layers, num_kv_heads, num_prompt_tokens]` bool. All of it if the budget covers it.
+    """
+    retained = tail_entries(prompt, config)
+    planned = plan(prompt.num_tokens, prompt.block_size, config)
+    if planned is not None:
+        scored = planned.tail_start * prompt.block_size
+        for layers, retention in _choose(prompt, planned, config):
+            chosen = retained[layers, :, :scored].flatten()
+            chosen[retention.retained] = True
+            retained[layers, :, :scored] = chosen.view(-1, retained.shape[1], scored)
+    return retained
+
+
+def stage_1_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
+    """Entries that the first stage of a method retains, the tail aside.
+
+    Args:
+        prompt: The prompt.
+        config: Method, budget and parameters.
+
+    Returns:
+        `[num_layers, num_kv_heads, num_prompt_tokens]` bool. None of it if the budget covers it.
+
+    Raises:
+        EvaluationError: If the method has no two stages.
+    """
+    if not METHODS[config.method].two_stages:
+        raise EvaluationError(f"{config.method} does not select in two stages")
+    entries = torch.zeros_like(tail_entries(prompt, config))
+    planned = plan(prompt.num_tokens, prompt.block_size, config)
+    if planned is not None:
+        scored = planned.tail_start * prompt.block_size
+        for layers, retention in _choose(prompt, planned, config):
+            budgets = retention.offsets.diff() * prompt.block_size
+            candidates = _score(prompt, layers, scored, config)
+            first = stage_1_mask(candidates.scores.flatten(0, 1), budgets, config.alpha)
+            entries[layers, :, :scored] = first.view_as(candidates.scores)
+    return entries
+
+
+def tail_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
+    """Entries that no method drops: from the tail on, or all if the budget covers the prompt.
+
+    Args:
+        prompt: The prompt.
+        config: Budget and window.
+
+    Returns:
+        `[num_layers, num_kv_heads, num_prompt_tokens]` bool.
+    """
+    planned = plan(prompt.num_tokens, prompt.block_size, config)
+    start = 0 if planned is None else planned.tail_start * prompt.block_size
+    key = prompt.layers[0].key
+    tail = torch.arange(prompt.num_tokens, device=key.device) >= start
+    return tail.repeat(len(prompt.layers), key.shape[0], 1)
+
+
+def _choose(
+    prompt: Prompt, planned: RetentionPlan, config: EvictionConfig
+) -> Iterator[tuple[slice, Retention]]:
+    """The choice of each layer, or of all layers where they share a pool; which layers it is of."""
+    scored = planned.tail_start * prompt.block_size
+    if METHODS[config.method].pooled:
+        everything = slice(0, len(prompt.layers))
+        candidates = _score(prompt, everything, scored, config)
+        yield everything, retain_pool(candidates, planned.num_packed, prompt.block_size, config)
+        return
+    for index, layer in enumerate(prompt.layers):
+        inputs = _inputs(prompt, layer, scored, config)
+        sizes = (planned.num_packed, prompt.block_size)
+        yield slice(index, index + 1), retain(*inputs, *sizes, config, index)
+
+
+def _score(prompt: Prompt, layers: slice, scored: int, config: EvictionConfig) -> Candidates:
+    indices = range(len(prompt.layers))[layers]
+    return Candidates.stack(
+        [
+            score_layer(*_inputs(prompt, prompt.layers[index], scored, config), config, index)
+            for index in indices
+        ]
+    )
+
+
+def _inputs(
+    prompt: Prompt, layer: Layer, scored: int, config: EvictionConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, OutputProjection, float]:
+    """Query, key, value, W_O and scale, as `methods.retain` takes them."""
+    query, key = layer.query[: prompt.num_tokens], layer.key[:, : prompt.num_tokens]
+    if not METHODS[config.method].whole_prompt:
+        if prompt.what_if == "foresight":
+            query, key = layer.query[prompt.num_tokens :], layer.key
+        else:
+            query = query[-config.window :]
+    value = layer.value[:, :scored]
+    if prompt.what_if == "equal-norms":
+        value = torch.ones_like(value)
+    return query, key, value, layer.output_projection, layer.scale
