@@ -3,6 +3,8 @@ import torch
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -121,6 +123,17 @@ def test_sliding_windows_are_refused(token_ids: list[int]) -> None:
     with pytest.raises(EvaluationError, match="MistralAttention attends with sliding_window"):
         capture(model, token_ids)
     assert model.config._attn_implementation == before
+
+
+def test_masks_that_are_not_causal_are_refused(token_ids: list[int]) -> None:
+    config = Llama4TextConfig(
+        vocab_size=max(token_ids) + 1, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_local_experts=1,
+        intermediate_size_mlp=16, interleave_moe_layer_step=2, pad_token_id=0, no_rope_layers=[1],
+        attention_chunk_size=16,
+    )  # fmt: skip
+    with pytest.raises(EvaluationError, match="attends with a mask that is not causal"):
+        capture(Llama4ForCausalLM(config).eval(), token_ids)
 
 
 def test_gate_before_the_output_projection_is_refused(

@@ -11,6 +11,8 @@ from typer.testing import CliRunner, Result
 
 from tests.evaluation.conftest import NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS
 from vllm_kvselect.cli import app
+from vllm_kvselect.evaluation.analyses import bound
+from vllm_kvselect.evaluation.perturbation import theta
 from vllm_kvselect.evaluation.settings import ANALYSIS_NAMES, DEFAULTS, AnalysisName
 
 FIGURES = {
@@ -102,13 +104,47 @@ def test_quality_of_the_whole_prompt_is_the_full_caches(llama_folder: Path, tmp_
             assert text["nll"] == text["full_nll"]
 
 
-def test_best_alphas_are_chosen_per_kv_head(llama_folder: Path, tmp_path: Path) -> None:
-    options = ("--methods", "snapkv-perturb", "--scenarios", "regular")
-    assert run("alpha", *small(llama_folder, tmp_path, *options)).exit_code == 0
+def test_heads_that_fail_the_assumption_are_named(llama_folder: Path, tmp_path: Path) -> None:
+    options = ("--methods", "snapkv-perturb", "--budgets", "0.2,0.9")
+    assert run("assumption", *small(llama_folder, tmp_path, *options)).exit_code == 0
+    record = json.loads((tmp_path / "assumption.json").read_text(encoding="utf-8"))
+    num_failing = 0
+    for setting in record["results"]["settings"]:
+        masses = {
+            (i, j): mass for i, row in enumerate(setting["mass"]) for j, mass in enumerate(row)
+        }
+        failing = {(layer, head) for layer, head in setting["failing_layer_and_head"]}
+        assert failing == {place for place, mass in masses.items() if mass <= 0.5}
+        num_failing += len(failing)
+        alone = [mass for row in setting["mass_of_stage_1_alone"] for mass in row]
+        assert all(one < both for one, both in zip(alone, masses.values(), strict=True))
+    assert num_failing > 0
+
+
+def test_bound_that_does_not_hold_is_an_error(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bound, "theta", lambda *arguments: 0.1 * theta(*arguments))
+    result = run("bound", *small(llama_folder, tmp_path, "--budgets", "0.2"))
+    assert result.exit_code == 2
+    assert "error: a perturbation exceeds theta" in result.stderr
+
+
+def test_alpha_agrees_with_perturbation(llama_folder: Path, tmp_path: Path) -> None:
+    options = ("--scenarios", "regular", "--budgets", "0.4")
+    methods = ("--methods", "snapkv-perturb")
+    assert run("alpha", *small(llama_folder, tmp_path, *options, *methods)).exit_code == 0
     record = json.loads((tmp_path / "alpha.json").read_text(encoding="utf-8"))
     (setting,) = record["results"]["settings"]
-    assert setting["relative"][-1] == 1.0
     assert [len(row) for row in setting["best_alpha_of_head"]] == [NUM_KV_HEADS] * NUM_LAYERS
+    assert setting["relative"][-1] == 1.0
+
+    methods = ("--methods", "snapkv,snapkv-perturb", "--set", "alpha=0.3")
+    assert run("perturbation", *small(llama_folder, tmp_path, *options, *methods)).exit_code == 0
+    record = json.loads((tmp_path / "perturbation.json").read_text(encoding="utf-8"))
+    (share,) = record["results"]["shares"]
+    assert share["ratio"] == pytest.approx(setting["relative"][3], rel=1e-4)
+    assert share["ratio"] != pytest.approx(setting["relative"][0], rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -11,32 +11,46 @@ from vllm_kvselect.evaluation.errors import EvaluationError
 from vllm_kvselect.evaluation.settings import ANALYSIS_NAMES, AnalysisConfig
 
 _Analysis = StrEnum("_Analysis", [(name, name) for name in ANALYSIS_NAMES])  # type: ignore[misc]
+_DEFAULTS = AnalysisConfig(analysis="perturbation")
 
 
 def analyze(
     analysis: Annotated[_Analysis, typer.Argument(help="What to look at; see docs/analysis.md.")],
     model: Annotated[str, typer.Option(help="Model folder; by default the small model.")] = "",
-    texts: Annotated[str, typer.Option(help="sotu, stdlib, or a folder of texts.")] = "sotu",
-    task: Annotated[str, typer.Option(help="passage or needle.")] = "passage",
-    num_texts: Annotated[int, typer.Option(help="Texts, each with one question.")] = 8,
-    length: Annotated[int, typer.Option(help="Tokens per prompt, question included.")] = 2000,
-    seed: Annotated[int, typer.Option(help="Decides texts and questions.")] = 0,
-    scenarios: Annotated[str, typer.Option(help="By commas.")] = "regular,context-only",
+    texts: Annotated[
+        str, typer.Option(help="sotu, stdlib, or a folder of texts.")
+    ] = _DEFAULTS.texts,
+    task: Annotated[str, typer.Option(help="passage or needle.")] = _DEFAULTS.task,
+    num_texts: Annotated[
+        int, typer.Option(help="Texts, each with one question.")
+    ] = _DEFAULTS.num_texts,
+    length: Annotated[
+        int, typer.Option(help="Tokens per prompt, question included.")
+    ] = _DEFAULTS.length,
+    seed: Annotated[int, typer.Option(help="Decides texts and questions.")] = _DEFAULTS.seed,
+    scenarios: Annotated[str, typer.Option(help="By commas.")] = ",".join(_DEFAULTS.scenarios),
     methods: Annotated[str, typer.Option(help="By commas; see `vllm-kvselect methods`.")] = "",
     budgets: Annotated[str, typer.Option(help="By commas: 0.2 of the prompt, or entries.")] = "",
-    block_size: Annotated[int, typer.Option(help="1 as in papers, 32 as in the engine.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "float32",
+    block_size: Annotated[
+        int, typer.Option(help="1 as in papers, 32 as in the engine.")
+    ] = _DEFAULTS.block_size,
+    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = _DEFAULTS.dtype,
     what_if: Annotated[
         str | None, typer.Option(help="foresight or equal-norms: controls, see docs/analysis.md.")
     ] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="A field of the method: --set alpha=0.25.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for record, table and figures.")] = Path(
-        "analysis"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder for record, table and figures.")
+    ] = _DEFAULTS.out,
 ) -> None:
-    """Measure on a model and real texts what eviction does to its attention."""
+    """Measure on a model and real texts what eviction does to its attention.
+
+    perturbation: how far head outputs and hidden states move. assumption: the attention that stage
+    1 gathers. bound: perturbation over its upper bound. alpha: the share of stage 1. metric: other
+    distances. budget: quality of answers against budget.
+    """
     values = {name: value for name, value in locals().items() if name != "setting"}
     for name in ("scenarios", "methods"):
         values[name] = _parts(values[name])

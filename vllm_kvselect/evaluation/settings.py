@@ -68,8 +68,8 @@ class AnalysisConfig(BaseModel):
     model: str = ""
     texts: str = "sotu"
     task: Literal["passage", "needle"] = "passage"
-    num_texts: Annotated[int, Field(ge=1)] = 8
-    length: Annotated[int, Field(ge=64)] = 2000
+    num_texts: Annotated[int, Field(ge=1)] = 6
+    length: Annotated[int, Field(ge=64)] = 1500
     seed: int = 0
     scenarios: Annotated[tuple[Scenario, ...], Field(min_length=1)] = SCENARIOS
     methods: tuple[str, ...] = ()

@@ -49,7 +49,7 @@ def measure_assumption(study: Study) -> Findings:
                 f"{total.min():.3f}",
                 f"{alone.mean():.3f}",
                 f"{1 - len(failing) / total.numel():.1%}",
-                ", ".join(map(str, layers)) or "none",
+                _ranges(layers) or "none",
             )
         )
         settings.append(
@@ -74,6 +74,14 @@ def measure_assumption(study: Study) -> Findings:
             "alone* leaves out tail and following tokens."
         ],
     )
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers as people write them: 0-3, 7."""
+    starts = [each for each in numbers if each - 1 not in numbers]
+    ends = [each for each in numbers if each + 1 not in numbers]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
 
 
 def _masses(sample: Sample, eviction: EvictionConfig) -> torch.Tensor:
