@@ -279,7 +279,7 @@ def test_integrity_check_stops_the_request_and_not_the_engine(
                 (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
                 request = next(r for r in scheduler.running if r.num_prompt_tokens == 900)
                 blocks = manager.req_to_blocks[request.request_id]
-                first = manager.plan(900).first_packed
+                first = manager.plan(request).first_packed
                 manager.block_pool.cache_full_blocks(request, blocks, first, first + 1, 32, 0)
             return schedule(scheduler, *args, **kwargs)
 
