@@ -21,9 +21,9 @@ from vllm_kvselect.compaction import gather_entries
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cpu
 from vllm_kvselect.methods import METHODS, NO_TWINS, Twins
-from vllm_kvselect.pruning import needed_value_norms
+from vllm_kvselect.pruning import needed_value_norms, select_pruned
 from vllm_kvselect.scoring.value_norms import OutputProjection
-from vllm_kvselect.selection import select, stage_1_mask, stage_2_keys
+from vllm_kvselect.selection import stage_1_mask
 
 KV_HEADS, GROUP, HEAD_SIZE, HIDDEN_SIZE, BLOCK_SIZE = 3, 3, 64, 576, 32
 BF16 = 2
@@ -99,11 +99,11 @@ def parts(length: int, config: EvictionConfig, twins: Twins) -> list[Part]:
     scores = fast(method.scorer)(query, key, scale, config)[:, :num_tokens]
     pages = fast(method.allocator)(scores, num_packed, BLOCK_SIZE, config)
     budgets = pages * BLOCK_SIZE
-    stage_1 = fast(stage_1_mask)(scores, budgets, config.alpha)
-    norms_arguments = (scores, value, projection, stage_1, budgets, config.eps)
-    norms = fast(needed_value_norms)(*norms_arguments)
-    keys = stage_2_keys(scores, norms, stage_1, config.eps)
-    retained = fast(select)(keys, budgets, num_retained)
+    options = (budgets, num_retained, config.alpha, config.eps)
+    retained = fast(select_pruned)(scores, scores, value, projection, *options)
+    # The reference's norms: the kernel needs somewhat fewer.
+    stage_1 = stage_1_mask(scores, budgets, config.alpha)
+    norms = needed_value_norms(scores, value, projection, stage_1, budgets, config.eps)
     num_norms = int((norms > 0).sum())
     entry, row = HEAD_SIZE * BF16, 4 * scores.numel()
     products = 2 * HEAD_SIZE * KV_HEADS * GROUP
@@ -121,22 +121,11 @@ def parts(length: int, config: EvictionConfig, twins: Twins) -> list[Part]:
             0,
         ),
         Part(
-            "stage 1", lambda: fast(stage_1_mask)(scores, budgets, config.alpha), row + row // 4, 0
-        ),
-        Part(
-            f"norms, {num_norms / scores.numel():.0%} of them",
-            lambda: fast(needed_value_norms)(*norms_arguments),
-            value.numel() * BF16 + projection.weight.numel() * BF16 + 2 * row,
+            f"two stages, {num_norms / scores.numel():.0%} of the norms",
+            lambda: fast(select_pruned)(scores, scores, value, projection, *options),
+            (value.numel() + projection.weight.numel()) * BF16 + row + 8 * num_retained,
             # The bounds of all, the projection of those needed.
             2 * value.numel() * HEAD_SIZE + 2 * num_norms * HEAD_SIZE * GROUP * HIDDEN_SIZE,
-        ),
-        Part(
-            "stage 2",
-            lambda: fast(select)(
-                stage_2_keys(scores, norms, stage_1, config.eps), budgets, num_retained
-            ),
-            3 * row + 8 * num_retained,
-            0,
         ),
         Part(
             "gathering",

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import strategies
-from vllm_kvselect.pruning import needed_value_norms, norm_bounds
+from vllm_kvselect.pruning import needed_value_norms, norm_bounds, select_pruned
 from vllm_kvselect.scoring.value_norms import OutputProjection, value_norms
 from vllm_kvselect.selection import select_perturbation, stage_1_mask
 
@@ -67,6 +67,8 @@ def test_pruned_norms_retain_what_all_norms_retain(
     exact = torch.where(computed, norms, every)
     pruned = select_perturbation(scores, norms, budgets, total, alpha, eps)
     assert torch.equal(pruned, select_perturbation(scores, exact, budgets, total, alpha, eps))
+    arguments = (scores, scores, value, projection, budgets, total, alpha, eps)
+    assert torch.equal(select_pruned(*arguments), pruned)
 
 
 @strategies.many

@@ -17,6 +17,19 @@ def run_pages(packed_blocks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     return (packed_blocks[:, None] * num_kv_heads + slots).flatten()
 
 
+def head_pages(blocks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Lists the pages of a prompt's blocks as vLLM fills them: head `h` in slot `h` of each.
+
+    Args:
+        blocks: Block ids in token order, `[n]` int64.
+        num_kv_heads: KV heads per block and layer.
+
+    Returns:
+        Page ids, `[num_kv_heads, n]` int64.
+    """
+    return blocks * num_kv_heads + torch.arange(num_kv_heads, device=blocks.device)[:, None]
+
+
 def packed_slots(packed_blocks: torch.Tensor, num_kv_heads: int, block_size: int) -> torch.Tensor:
     """Slot of every retained entry in the one-head view of the cache.
 

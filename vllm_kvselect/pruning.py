@@ -8,6 +8,39 @@ value alone, far cheaper than the projection. Entries whose bound misses the cut
 import torch
 
 from vllm_kvselect.scoring.value_norms import OutputProjection, value_norms
+from vllm_kvselect.selection import select, stage_1_mask, stage_2_keys
+
+
+def select_pruned(
+    scores: torch.Tensor,
+    weights: torch.Tensor,
+    value: torch.Tensor,
+    projection: OutputProjection,
+    budgets: torch.Tensor,
+    num_retained: int,
+    alpha: float,
+    eps: float,
+) -> torch.Tensor:
+    """Perturbation-constrained selection that computes only the norms it needs.
+
+    Retains what `selection.select_perturbation` retains with all norms.
+
+    Args:
+        scores: What stage 1 ranks by, `[num_kv_heads, num_tokens]`, not negative.
+        weights: What stage 2 multiplies by the norms, of the same shape.
+        value: `[num_kv_heads, num_tokens, head_size]`.
+        projection: The layer's W_O.
+        budgets: Entries per head, `[num_kv_heads]` int64, none above `num_tokens`.
+        num_retained: Their sum, known without reading `budgets` back.
+        alpha: Share of the budget that stage 1 fills, 0 to 1.
+        eps: Added to the weight in stage 2.
+
+    Returns:
+        Flat indices `head * num_tokens + token`, ascending, `[num_retained]` int64.
+    """
+    stage_1 = stage_1_mask(scores, budgets, alpha)
+    norms = needed_value_norms(weights, value, projection, stage_1, budgets, eps)
+    return select(stage_2_keys(weights, norms, stage_1, eps), budgets, num_retained)
 
 
 def needed_value_norms(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
+from vllm_kvselect.compaction import head_pages
 from vllm_kvselect.engine.cpu_pages import PageCodec, one_head_view, write_entries
 
 # (instruction set, dtype, block size, head size) as vLLM pairs them.
@@ -43,8 +44,9 @@ def test_codec_reads_what_vllm_wrote(kernel: tuple[str, torch.dtype, int, int]) 
     slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
     stock_write(cache, key, value, slots, isa)
     codec = PageCodec(isa, dtype, block_size, head_size)
-    assert torch.equal(codec.read_keys(cache, blocks), key.transpose(0, 1))
-    assert torch.equal(codec.read_values(cache, blocks), value.transpose(0, 1))
+    pages = head_pages(blocks, NUM_KV_HEADS)
+    assert torch.equal(codec.read_keys(cache, pages), key.transpose(0, 1))
+    assert torch.equal(codec.read_values(cache, pages), value.transpose(0, 1))
 
 
 def test_written_entries_are_read_back_from_any_page(
@@ -56,10 +58,10 @@ def test_written_entries_are_read_back_from_any_page(
     key, value = torch.randn(2, 50, head_size).to(dtype)
     write_entries(cache, key, value, slots, isa)
     codec = PageCodec(isa, dtype, block_size, head_size)
-    every_block = torch.arange(NUM_BLOCKS)
+    every_page = head_pages(torch.arange(NUM_BLOCKS), NUM_KV_HEADS)
     for entries, read in ((key, codec.read_keys), (value, codec.read_values)):
         # [head, block * offset] -> the slot order of the one-head view: block, head, offset
-        by_head = read(cache, every_block).view(NUM_KV_HEADS, NUM_BLOCKS, block_size, head_size)
+        by_head = read(cache, every_page).view(NUM_KV_HEADS, NUM_BLOCKS, block_size, head_size)
         by_slot = by_head.transpose(0, 1).reshape(-1, head_size)
         assert torch.equal(by_slot[slots], entries)
         assert by_slot.count_nonzero() == entries.count_nonzero()

@@ -47,15 +47,23 @@ def test_twins_have_the_names_and_signatures_of_their_references() -> None:
 
 
 @some
-@given(shape=shapes(max_tokens=300), seed=seeds, dtype=st.sampled_from(DTYPES), far=st.booleans())
-def test_snapkv_scores(shape: Shape, seed: int, dtype: torch.dtype, far: bool) -> None:
+@given(
+    shape=shapes(max_tokens=300),
+    seed=seeds,
+    dtype=st.sampled_from(DTYPES),
+    kernel_size=st.sampled_from((1, 3, 7, 63)),
+    far=st.booleans(),
+)
+def test_snapkv_scores(
+    shape: Shape, seed: int, dtype: torch.dtype, kernel_size: int, far: bool
+) -> None:
     layer = random_layer(shape, seed, dtype)
     if far:  # one key takes all attention: the others' weights vanish without being lost
         layer.key[:, 3] *= 20
     # Every other channel block of wider rows, as in the output of a fused projection.
     wide = layer.key.transpose(0, 1).repeat(1, 2, 1)
     key = wide[:, : shape.num_kv_heads].transpose(0, 1)
-    config = EvictionConfig(window=shape.window)
+    config = EvictionConfig(window=shape.window, kernel_size=kernel_size)
     expected = snapkv.snapkv_scores(layer.query.double(), key.double(), shape.scale, config)
     scores = cpu.snapkv_scores(layer.query, key, shape.scale, config)
     assert scores.dtype == torch.float32
@@ -121,7 +129,7 @@ def test_value_norms(
     tied=st.booleans(),
     data=st.data(),
 )
-def test_needed_value_norms_retain_what_all_norms_retain(
+def test_select_pruned(
     seed: int,
     heads: int,
     size: int,
@@ -132,24 +140,26 @@ def test_needed_value_norms_retain_what_all_norms_retain(
     tied: bool,
     data: st.DataObject,
 ) -> None:
+    """Retains what selection with all norms retains, all of them the kernel's own."""
     generator = torch.Generator().manual_seed(seed)
     value = torch.randn(heads, num_tokens, size, generator=generator).to(dtype)
     strength = torch.rand(heads, size, 1, 1, generator=generator) ** 6
     weight = (torch.randn(heads, size, 2, 40, generator=generator) * strength).to(dtype)
     projection = cpu.pack(OutputProjection.of(weight))
-    assert projection.packed is not None
-    scores = ranked(seed, heads, num_tokens, tied).abs().nan_to_num(posinf=1.0)
-    budgets = drawn_budgets(data, heads, num_tokens)
-    stage_1 = selection.stage_1_mask(scores, budgets, alpha)
-    norms = cpu.needed_value_norms(scores, value, projection, stage_1, budgets, eps)
-    every = cpu.value_norms(value, weight)
-    assert torch.equal(norms[norms != 0], every[norms != 0])
-    total = int(budgets.sum())
-    pruned, exact = (
-        selection.select(selection.stage_2_keys(scores, each, stage_1, eps), budgets, total)
-        for each in (norms, every)
+    scores, weights = (
+        ranked(each, heads, num_tokens, tied).abs().nan_to_num(posinf=1.0)
+        for each in (seed, data.draw(seeds))
     )
-    assert torch.equal(pruned, exact)
+    budgets = drawn_budgets(data, heads, num_tokens)
+    total = int(budgets.sum())
+    every = cpu.value_norms(value, weight)
+    stage_1 = selection.stage_1_mask(scores, budgets, alpha)
+    keys = selection.stage_2_keys(weights, every, stage_1, eps)
+    arguments = (scores, weights, value, projection, budgets)
+    retained = cpu.select_pruned(*arguments, total, alpha, eps)
+    assert torch.equal(retained, selection.select(keys, budgets, total))
+    norms = cpu.select_and_project(*arguments, alpha, eps)[1]
+    assert torch.equal(norms[norms != 0], every[norms != 0])
 
 
 def test_most_norms_are_not_needed() -> None:
@@ -158,8 +168,8 @@ def test_most_norms_are_not_needed() -> None:
     projection = cpu.pack(OutputProjection.of(torch.randn(2, 64, 2, 80, generator=generator)))
     scores = torch.rand(2, 500, generator=generator) ** 8
     budgets = torch.tensor([40, 20])
-    stage_1 = selection.stage_1_mask(scores, budgets, 0.5)
-    norms = cpu.needed_value_norms(scores, value, projection, stage_1, budgets, 1e-4)
+    arguments = (scores, scores, value, projection, budgets, 0.5, 1e-4)
+    norms = cpu.select_and_project(*arguments)[1]
     assert ((norms != 0).sum(dim=1) < 3 * budgets).all()
 
 
@@ -202,7 +212,7 @@ def test_adaptive_pages(
     assert torch.equal(cpu.adaptive_pages(*arguments), allocation.adaptive_pages(*arguments))
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64])
 def test_pages_and_entries_are_moved_as_they_are(dtype: torch.dtype) -> None:
     cache = torch.randn(50, 2 * 96).to(dtype)[:, :128]
     pages, places = torch.randperm(50)[:23], torch.randperm(128)[:96].to(torch.int32)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvselect.compaction import packed_slots
+from vllm_kvselect.compaction import head_pages, packed_slots
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.prompts import Prompt, PromptsOf
 from vllm_kvselect.engine.state import RetentionState
@@ -64,7 +64,8 @@ class Completion:
     Attributes:
         eviction: The request's own configuration.
         plan: The retention plan.
-        blocks: Block ids of the whole prompt, int64.
+        pages: Pages of the whole prompt, `[num_kv_heads, num_blocks]` int64.
+        competing_pages: Those before the tail.
         first_packed_block: Id of the first packed block, the key of the state.
         slots: Where the retained entries go, in the one-head view of the cache, int64.
         num_prompt_tokens: Length of the prompt.
@@ -77,7 +78,8 @@ class Completion:
 
     eviction: EvictionConfig
     plan: RetentionPlan
-    blocks: torch.Tensor
+    pages: torch.Tensor
+    competing_pages: torch.Tensor
     first_packed_block: int
     slots: torch.Tensor
     num_prompt_tokens: int
@@ -284,6 +286,7 @@ class Splitter:
         start = int(rows.query_start[row])
         end = start + int(rows.stock_lens[row])
         num_computed = int(rows.num_computed[row])
+        pages = head_pages(blocks, self._num_kv_heads)
         num_earlier = num_computed - (num_prompt_tokens - window)
         earlier = self._state.window(first_packed_block, num_earlier)
         self._state.close_window(first_packed_block)
@@ -291,7 +294,8 @@ class Splitter:
         return Completion(
             eviction=prompt.eviction,
             plan=retention_plan,
-            blocks=blocks,
+            pages=pages,
+            competing_pages=pages[:, : retention_plan.tail_start].contiguous(),
             first_packed_block=first_packed_block,
             slots=packed_slots(
                 blocks[retention_plan.first_packed : retention_plan.tail_start],

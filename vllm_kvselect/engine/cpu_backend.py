@@ -238,10 +238,8 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
             key = key[completion.prompt_tokens].transpose(0, 1)
             value = value[completion.prompt_tokens].transpose(0, 1)
         else:
-            key = self._codec.read_keys(kv_cache, completion.blocks)
-            value = self._codec.read_values(
-                kv_cache, completion.blocks[: retention_plan.tail_start]
-            )
+            key = self._codec.read_keys(kv_cache, completion.pages)
+            value = self._codec.read_values(kv_cache, completion.competing_pages)
         num_competing = retention_plan.tail_start * self._codec.block_size
         value = value[:, :num_competing]
         retention = self._retain(query, key, value, completion)

@@ -6,6 +6,8 @@ own cache-write op and reading them back. Writing needs no codec: the op takes e
 order.
 """
 
+from typing import NamedTuple, Self
+
 import torch
 from vllm import _custom_ops as ops
 
@@ -65,33 +67,53 @@ class PageCodec:
         twins: Twins = NO_TWINS,
     ) -> None:
         self.block_size, self.head_size = block_size, head_size
-        self._keys, self._values = _learn_places(isa, dtype, block_size, head_size)
+        learned = _learn_places(isa, dtype, block_size, head_size)
+        self._keys, self._values = (_Places.of(places, dtype) for places in learned)
         self._read_pages = twins.get(read_pages, read_pages)
 
-    def read_keys(self, kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """Reads the keys of whole blocks in token order.
+    def read_keys(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """Reads the keys of whole pages in token order.
 
         Args:
             kv_cache: A layer's cache, `[num_blocks, num_kv_heads, block_size, 2 * head_size]`.
-            blocks: Block ids in token order, `[n]` int64.
+            pages: Page ids of each head in token order, `[num_kv_heads, n]` int64.
 
         Returns:
             `[num_kv_heads, n * block_size, head_size]`.
         """
-        return self._read(kv_cache, blocks, self._keys)
+        return self._read(kv_cache, pages, self._keys)
 
-    def read_values(self, kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """Reads the values of whole blocks in token order; as `read_keys`."""
-        return self._read(kv_cache, blocks, self._values)
+    def read_values(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """Reads the values of whole pages in token order; as `read_keys`."""
+        return self._read(kv_cache, pages, self._values)
 
-    def _read(
-        self, kv_cache: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor
-    ) -> torch.Tensor:
-        num_kv_heads = kv_cache.shape[1]
-        heads = torch.arange(num_kv_heads)[:, None]
-        pages = (blocks * num_kv_heads + heads).flatten()
-        entries = self._read_pages(one_head_view(kv_cache).flatten(1), pages, places)
-        return entries.view(num_kv_heads, -1, self.head_size)
+    def _read(self, kv_cache: torch.Tensor, pages: torch.Tensor, places: "_Places") -> torch.Tensor:
+        elements = one_head_view(kv_cache).flatten(1).view(places.dtype)
+        entries = self._read_pages(elements, pages.flatten(), places.indices)
+        return entries.view(kv_cache.dtype).view(pages.shape[0], -1, self.head_size)
+
+
+class _Places(NamedTuple):
+    """Where the elements of a page are, in order, some of them as one.
+
+    Attributes:
+        indices: `[m]` int32.
+        dtype: An integer as wide as the elements that are read as one.
+    """
+
+    indices: torch.Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, indices: torch.Tensor, dtype: torch.dtype) -> Self:
+        """Joins neighbours that stay neighbours, up to 8 bytes: fewer and wider reads."""
+        size = dtype.itemsize
+        while size < 8:
+            first, second = indices[::2], indices[1::2]
+            if not ((first % 2 == 0) & (second == first + 1)).all():
+                break
+            indices, size = first // 2, 2 * size
+        return cls(indices.contiguous(), {2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
 
 
 def _learn_places(

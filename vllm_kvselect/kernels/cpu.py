@@ -8,6 +8,7 @@ import math
 import subprocess
 from collections.abc import Callable, Mapping
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,12 @@ def load() -> Mapping[Callable[..., Any], Callable[..., Any]]:
     flags = ["-O3", "-march=native", "-fopenmp", f"-DCPU_CAPABILITY={capability}"]
     if capability != "DEFAULT":
         flags.append(f"-DCPU_CAPABILITY_{capability}")
-    release = torch.__version__.replace(".", "_").replace("+", "_")
     try:
         # Imports setuptools: not before it is needed.
         from torch.utils import cpp_extension
 
         cpp_extension.load(
-            f"vllm_kvselect_{capability.lower()}_torch_{release}",
+            _name(capability),
             [str(_SOURCE)],
             extra_cflags=flags,
             is_python_module=False,
@@ -64,11 +64,20 @@ def load() -> Mapping[Callable[..., Any], Callable[..., Any]]:
     return TWINS
 
 
+def _name(capability: str) -> str:
+    """A name that only the same sources on the same torch share: installations share a folder."""
+    digest = sha256()
+    for source in sorted(_SOURCE.parent.iterdir()):
+        digest.update(source.read_bytes())
+    release = torch.__version__.replace(".", "_").replace("+", "_")
+    return f"vllm_kvselect_{digest.hexdigest()[:12]}_{capability.lower()}_torch_{release}"
+
+
 def _try() -> None:
     """Runs both products once: what oneDNN cannot do here is known before anything is served."""
     for dtype in _DTYPES:
         key, query = torch.zeros(1, 2, 16, dtype=dtype), torch.zeros(1, 1, 16, dtype=dtype)
-        _call("mean_window_attention", query, key, 1.0)
+        _call("snapkv_scores", query, key, 1.0, 1)
         _call("value_norms", key, _call("pack_weight", torch.zeros(1, 16, 1, 16, dtype=dtype)), 1)
 
 
@@ -87,12 +96,11 @@ def snapkv_scores(
     config: EvictionConfig,
     layer_index: int = 0,
 ) -> torch.Tensor:
-    """Twin of `scoring.snapkv.snapkv_scores`, for means over the group."""
-    if key.dtype not in _DTYPES or key.shape[2] % 2 or config.group_reduction != "mean":
+    """Twin of `snapkv.snapkv_scores`, for means over the group and maxima in the pooling."""
+    as_usual = config.group_reduction == "mean" and config.pooling == "max"
+    if key.dtype not in _DTYPES or key.shape[2] % 2 or not as_usual:
         return snapkv.snapkv_scores(query, key, scale, config, layer_index)
-    attention = _call("mean_window_attention", _rows(query), _rows(key), scale)
-    pool = snapkv.max_pool if config.pooling == "max" else snapkv.mean_pool
-    return pool(attention, config.kernel_size)
+    return _call("snapkv_scores", _rows(query), _rows(key), scale, config.kernel_size)
 
 
 def value_norms(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -103,30 +111,48 @@ def value_norms(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return _call("value_norms", _rows(value), packed, weight.shape[2])
 
 
-def needed_value_norms(
+def select_pruned(
     scores: torch.Tensor,
+    weights: torch.Tensor,
     value: torch.Tensor,
     projection: OutputProjection,
-    stage_1: torch.Tensor,
     budgets: torch.Tensor,
+    num_retained: int,
+    alpha: float,
     eps: float,
 ) -> torch.Tensor:
-    """Twin of `pruning.needed_value_norms`."""
+    """Twin of `pruning.select_pruned`."""
     if projection.packed is None:
-        return pruning.needed_value_norms(scores, value, projection, stage_1, budgets, eps)
+        return pruning.select_pruned(
+            scores, weights, value, projection, budgets, num_retained, alpha, eps
+        )
+    return select_and_project(scores, weights, value, projection, budgets, alpha, eps)[0]
+
+
+def select_and_project(
+    scores: torch.Tensor,
+    weights: torch.Tensor,
+    value: torch.Tensor,
+    projection: OutputProjection,
+    budgets: torch.Tensor,
+    alpha: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Selects as `select_pruned`, and returns also the norms that it took, 0 elsewhere."""
     group, hidden_size = projection.weight.shape[2:]
-    return _call(
-        "needed_value_norms",
+    selected: tuple[torch.Tensor, torch.Tensor] = torch.ops.vllm_kvselect.select_pruned(
         _rows(scores),
+        _rows(weights),
         _rows(value),
         projection.packed,
         group,
         projection.bound_form,
         math.sqrt(hidden_size) * pruning.rounding_factor(value, hidden_size),
-        stage_1.contiguous(),
         budgets,
+        alpha,
         eps,
     )
+    return selected
 
 
 def adaptive_pages(
@@ -135,9 +161,9 @@ def adaptive_pages(
     """Twin of `allocation.adaptive_pages`, for a blended floor."""
     if scores.dtype != torch.float32 or config.floor != "blend":
         return allocation.adaptive_pages(scores, num_packed, block_size, config)
-    counts = _call("head_counts", _rows(scores), num_packed * block_size * scores.shape[0])
-    budgets = allocation.blended_budgets(counts, num_packed * block_size, config.safeguard)
-    return _call("largest_remainder", budgets, allocation.SAFEGUARD_UNIT * block_size)
+    unit = allocation.SAFEGUARD_UNIT
+    share = round(config.safeguard * unit)
+    return _call("adaptive_pages", _rows(scores), num_packed, block_size, share, unit)
 
 
 def stage_1_mask(scores: torch.Tensor, budgets: torch.Tensor, alpha: float) -> torch.Tensor:
@@ -179,7 +205,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 TWINS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     snapkv.snapkv_scores: snapkv_scores,
     references.value_norms: value_norms,
-    pruning.needed_value_norms: needed_value_norms,
+    pruning.select_pruned: select_pruned,
     allocation.adaptive_pages: adaptive_pages,
     selection.stage_1_mask: stage_1_mask,
     selection.select: select,

@@ -8,7 +8,7 @@ import torch
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.methods.registry import METHODS, Allocator, Method
-from vllm_kvselect.pruning import needed_value_norms
+from vllm_kvselect.pruning import select_pruned
 from vllm_kvselect.ranking import Candidates, by_score
 from vllm_kvselect.scoring.value_norms import OutputProjection, value_norms
 from vllm_kvselect.selection import select, stage_1_mask, stage_2_keys
@@ -67,15 +67,22 @@ def retain(
     """
     layer = score_layer(query, key, value, output_projection, scale, config, layer_index, twins)
 
-    def project(stage_1: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
+    def select_rest(budgets: torch.Tensor, num_retained: int) -> torch.Tensor:
         assert output_projection is not None
-        needed = twins.get(needed_value_norms, needed_value_norms)
-        norms: torch.Tensor = needed(
-            layer.weights, value, output_projection, stage_1, budgets, config.eps
+        pruned = twins.get(select_pruned, select_pruned)
+        retained: torch.Tensor = pruned(
+            layer.scores,
+            layer.weights,
+            value,
+            output_projection,
+            budgets,
+            num_retained,
+            config.alpha,
+            config.eps,
         )
-        return norms
+        return retained
 
-    return _choose(Candidates.stack([layer]), num_packed, block_size, config, twins, project)
+    return _choose(Candidates.stack([layer]), num_packed, block_size, config, twins, select_rest)
 
 
 def score_layer(
@@ -142,7 +149,7 @@ def _choose(
     block_size: int,
     config: EvictionConfig,
     twins: Twins,
-    project: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+    without_norms: Callable[[torch.Tensor, int], torch.Tensor] | None,
 ) -> Retention:
     """Ranks, allocates and selects among stacked layers, their heads in one axis.
 
@@ -152,31 +159,45 @@ def _choose(
         block_size: Entries per page.
         config: Method and parameters.
         twins: Fast twins to call in place of the references.
-        project: `(stage_1, budgets)` -> the norms that matter, where `candidates` has none.
+        without_norms: `(budgets, num_retained)` -> retained entries, where `candidates` lacks the
+            norms that the method needs.
     """
     method = METHODS[config.method]
     ranking = method.ranking(candidates, num_packed * block_size, config)
-    allocator, best, first = (
-        twins.get(part, part) for part in (method.allocator, select, stage_1_mask)
-    )
+    allocator = twins.get(method.allocator, method.allocator)
     pages = _allocate(method, allocator, ranking, num_packed, block_size, config)
     budgets = pages * block_size
-    keys = ranking.flatten(0, 1)
-    if method.two_stages:
-        stage_1 = first(candidates.scores.flatten(0, 1), budgets, config.alpha)
-        if method.ranking is not by_score:
-            keys = keys.masked_fill(stage_1, float("inf"))
-        else:
-            norms = candidates.norms
-            if norms is None:
-                assert project is not None
-                norms = project(stage_1, budgets)
-            weights = candidates.weights.flatten(0, 1)
-            keys = stage_2_keys(weights, norms.view_as(weights), stage_1, config.eps)
-    retained = best(keys, budgets, num_packed * keys.shape[0] * block_size)
-    offsets = torch.zeros(keys.shape[0] + 1, dtype=torch.int64, device=pages.device)
+    num_retained = num_packed * budgets.shape[0] * block_size
+    if method.two_stages and candidates.norms is None:
+        assert without_norms is not None
+        retained = without_norms(budgets, num_retained)
+    else:
+        keys = _keys(method, candidates, ranking, budgets, config, twins)
+        retained = twins.get(select, select)(keys, budgets, num_retained)
+    offsets = torch.zeros(budgets.shape[0] + 1, dtype=torch.int64, device=pages.device)
     torch.cumsum(pages, 0, out=offsets[1:])
     return Retention(retained, offsets)
+
+
+def _keys(
+    method: Method,
+    candidates: Candidates,
+    ranking: torch.Tensor,
+    budgets: torch.Tensor,
+    config: EvictionConfig,
+    twins: Twins,
+) -> torch.Tensor:
+    """What entries are selected by, `[num_layers * num_kv_heads, num_tokens]`."""
+    keys = ranking.flatten(0, 1)
+    if not method.two_stages:
+        return keys
+    first = twins.get(stage_1_mask, stage_1_mask)
+    stage_1 = first(candidates.scores.flatten(0, 1), budgets, config.alpha)
+    if method.ranking is not by_score:
+        return keys.masked_fill(stage_1, float("inf"))
+    assert candidates.norms is not None
+    weights, norms = (part.flatten(0, 1) for part in (candidates.weights, candidates.norms))
+    return stage_2_keys(weights, norms, stage_1, config.eps)
 
 
 def _allocate(

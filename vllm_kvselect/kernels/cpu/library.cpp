@@ -2,8 +2,10 @@
 
 #include <torch/library.h>
 
+#include "allocation.h"
 #include "selection.h"
 #include "tiles.h"
+#include "two_stages.h"
 #include "value_norms.h"
 #include "window_attention.h"
 
@@ -20,11 +22,13 @@ auto dispatch(const Tensor& tensor, const Function& function) {
 template <typename T>
 using element = std::remove_pointer_t<T>;
 
-Tensor mean_window_attention(const Tensor& query, const Tensor& key, double scale) {
+// Pooled over `kernel_size` neighbouring tokens.
+Tensor snapkv_scores(const Tensor& query, const Tensor& key, double scale, int64_t kernel_size) {
   TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1);
-  return dispatch(key, [&](auto type) {
+  const Tensor attention = dispatch(key, [&](auto type) {
     return WindowAttention<element<decltype(type)>>(query, key, scale).mean();
   });
+  return max_pool(attention, kernel_size);
 }
 
 Tensor pack_weight(const Tensor& weight) {
@@ -52,14 +56,15 @@ Tensor value_norms(const Tensor& value, const Tensor& packed, int64_t group) {
   return norms;
 }
 
-Tensor needed_value_norms(const Tensor& scores, const Tensor& value, const Tensor& packed,
-                          int64_t group, const Tensor& form, double factor, const Tensor& stage_1,
-                          const Tensor& budgets, double eps) {
+// Flat indices of what is retained, and the norms that it took to find them.
+std::tuple<Tensor, Tensor> select_pruned(const Tensor& scores, const Tensor& weights, const Tensor& value,
+                                         const Tensor& packed, int64_t group, const Tensor& form,
+                                         double factor, const Tensor& budgets, double alpha, double eps) {
   TORCH_CHECK(value.stride(2) == 1 && packed.is_contiguous() && form.is_contiguous());
-  TORCH_CHECK(scores.stride(1) == 1 && stage_1.is_contiguous() && budgets.is_contiguous());
+  TORCH_CHECK(scores.stride(1) == 1 && weights.stride(1) == 1 && budgets.is_contiguous());
   return dispatch(value, [&](auto type) {
-    return prune_and_project<element<decltype(type)>>(scores, value, packed, group, form, factor,
-                                                      stage_1, budgets, eps);
+    const Projection projection{value, packed, group, form, static_cast<float>(factor)};
+    return PrunedSelection<element<decltype(type)>>(scores, weights, projection, budgets, alpha, eps).select();
   });
 }
 
@@ -97,45 +102,15 @@ Tensor best_indices(const Tensor& scores, const Tensor& counts, int64_t num_reta
   return indices;
 }
 
-// How many of a layer's `count` best entries each head has; equal scores fall to the earlier
-// token, then to the lower head.
-Tensor head_counts(const Tensor& scores, int64_t count) {
+// Pages of every head: how many of the layer's best entries it has, with a share of the even budget
+// blended in, and rounded. `share` is in `unit`ths.
+Tensor adaptive_pages(const Tensor& scores, int64_t num_packed, int64_t block_size, int64_t share, int64_t unit) {
   TORCH_CHECK(scores.stride(1) == 1);
-  const int64_t num_heads = scores.size(0), num_tokens = scores.size(1);
-  std::vector<uint32_t> keys(num_heads * num_tokens);
-  for (int64_t head = 0; head < num_heads; ++head)
-    std::transform(scores.const_data_ptr<float>() + head * scores.stride(0),
-                   scores.const_data_ptr<float>() + head * scores.stride(0) + num_tokens,
-                   keys.begin() + head * num_tokens, sortable);
-  auto [threshold, num_ties] = find_cut(keys, count);
-  Tensor counts = at::zeros({num_heads}, scores.options().dtype(at::kLong));
-  int64_t* out = counts.mutable_data_ptr<int64_t>();
-  for (int64_t head = 0; head < num_heads; ++head)
-    out[head] = std::count_if(keys.begin() + head * num_tokens, keys.begin() + (head + 1) * num_tokens,
-                              [threshold = threshold](uint32_t key) { return key > threshold; });
-  for (int64_t token = 0; num_ties > 0 && token < num_tokens; ++token)
-    for (int64_t head = 0; num_ties > 0 && head < num_heads; ++head)
-      if (keys[head * num_tokens + token] == threshold) ++out[head], --num_ties;
-  return counts;
-}
-
-// Integers rounded to multiples of `unit`, keeping the sum, the lower index first on ties.
-Tensor largest_remainder(const Tensor& amounts, int64_t unit) {
-  TORCH_CHECK(amounts.is_contiguous());
-  Tensor whole = at::empty_like(amounts);
-  const int64_t* in = amounts.const_data_ptr<int64_t>();
-  int64_t* out = whole.mutable_data_ptr<int64_t>();
-  std::vector<int64_t> order(amounts.numel());
-  int64_t left = 0;
-  for (int64_t i = 0; i < amounts.numel(); ++i) {
-    order[i] = i;
-    out[i] = in[i] / unit;
-    left += in[i] % unit;
-  }
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t a, int64_t b) { return in[a] % unit > in[b] % unit; });
-  for (int64_t i = 0; i < left / unit; ++i) ++out[order[i]];
-  return whole;
+  const int64_t even = num_packed * block_size;
+  std::vector<int64_t> budgets = head_counts(scores, even * scores.size(0));
+  for (int64_t& budget : budgets) budget = budget * (unit - share) + share * even;
+  const std::vector<int64_t> pages = largest_remainder(budgets, unit * block_size);
+  return at::tensor(pages, scores.options().dtype(at::kLong));
 }
 
 template <typename Element>
@@ -162,8 +137,10 @@ Tensor read_pages(const Tensor& cache, const Tensor& pages, const Tensor& places
     read_elements<uint16_t>(cache, pages, places, entries);
   else if (cache.element_size() == 4)
     read_elements<uint32_t>(cache, pages, places, entries);
+  else if (cache.element_size() == 8)
+    read_elements<uint64_t>(cache, pages, places, entries);
   else
-    TORCH_CHECK(false, "elements of 2 or 4 bytes, not ", cache.scalar_type());
+    TORCH_CHECK(false, "elements of 2, 4 or 8 bytes, not ", cache.scalar_type());
   return entries;
 }
 
@@ -186,16 +163,16 @@ Tensor gather_entries(const Tensor& entries, const Tensor& retained, int64_t num
 
 TORCH_LIBRARY(vllm_kvselect, library) {
   using namespace kvselect;
-  library.def("mean_window_attention(Tensor query, Tensor key, float scale) -> Tensor", mean_window_attention);
+  library.def("snapkv_scores(Tensor query, Tensor key, float scale, int kernel_size) -> Tensor", snapkv_scores);
   library.def("pack_weight(Tensor weight) -> Tensor", pack_weight);
   library.def("value_norms(Tensor value, Tensor packed, int group) -> Tensor", value_norms);
   library.def(
-      "needed_value_norms(Tensor scores, Tensor value, Tensor packed, int group, Tensor form, "
-      "float factor, Tensor stage_1, Tensor budgets, float eps) -> Tensor", needed_value_norms);
+      "select_pruned(Tensor scores, Tensor weights, Tensor value, Tensor packed, int group, Tensor form, "
+      "float factor, Tensor budgets, float alpha, float eps) -> (Tensor, Tensor)", select_pruned);
   library.def("best_mask(Tensor scores, Tensor counts) -> Tensor", best_mask);
   library.def("best_indices(Tensor scores, Tensor counts, int num_retained) -> Tensor", best_indices);
-  library.def("head_counts(Tensor scores, int count) -> Tensor", head_counts);
-  library.def("largest_remainder(Tensor amounts, int unit) -> Tensor", largest_remainder);
+  library.def(
+      "adaptive_pages(Tensor scores, int num_packed, int block_size, int share, int unit) -> Tensor", adaptive_pages);
   library.def("read_pages(Tensor cache, Tensor pages, Tensor places) -> Tensor", read_pages);
   library.def("gather_entries(Tensor entries, Tensor retained, int num_competing) -> Tensor", gather_entries);
 }

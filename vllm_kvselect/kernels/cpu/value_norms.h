@@ -1,11 +1,10 @@
-// Projected value norms of some entries, and the exact pruning that says which: scoring/value_norms.py
-// and pruning.py. Only a tile of V W_O exists at a time.
+// Projected value norms of some entries, and bounds of all: scoring/value_norms.py and pruning.py. Only
+// a tile of V W_O exists at a time.
 #pragma once
 
 #include <array>
 #include <cmath>
 
-#include "selection.h"
 #include "tiles.h"
 
 namespace kvselect {
@@ -83,65 +82,6 @@ void bound_norms(const Tensor& value, const Tensor& form, float factor, float* b
       }
     };
   });
-}
-
-// See pruning.py. Unlike there, heads have candidates according to their own needs.
-template <typename T>
-Tensor prune_and_project(const Tensor& scores, const Tensor& value, const Tensor& weight, int64_t group,
-                         const Tensor& form, double factor, const Tensor& stage_1,
-                         const Tensor& budgets, double eps) {
-  const int64_t num_kv_heads = value.size(0), num_tokens = value.size(1);
-  Tensor norms = at::zeros({num_kv_heads, num_tokens}, scores.options());
-  std::vector<float> bounds(num_kv_heads * num_tokens);
-  bound_norms<T>(value, form, static_cast<float>(factor), bounds.data());
-
-  const auto weight_of = [&](int64_t head, int64_t token) {
-    return scores.const_data_ptr<float>()[head * scores.stride(0) + token] + static_cast<float>(eps);
-  };
-  std::vector<int64_t> num_open(num_kv_heads);
-  std::vector<std::vector<Entry>> chosen(num_kv_heads);
-  at::parallel_for(0, num_kv_heads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t head = begin; head < end; ++head) {
-      float* bound = &bounds[head * num_tokens];
-      const bool* taken = stage_1.const_data_ptr<bool>() + head * num_tokens;
-      int64_t num_taken = 0;
-      for (int64_t t = 0; t < num_tokens; ++t) {
-        bound[t] = taken[t] ? -1.f : bound[t] * weight_of(head, t);
-        num_taken += taken[t];
-      }
-      num_open[head] = budgets.const_data_ptr<int64_t>()[head] - num_taken;
-      // A quarter more than are retained: of 1 to 2 times as many this needed the fewest in all.
-      const int64_t count = std::min(divide_up(5 * num_open[head], 4), num_tokens - num_taken);
-      for_best(bound, num_tokens, count, [&](int64_t token) {
-        chosen[head].push_back({static_cast<int32_t>(head), static_cast<int32_t>(token)});
-      });
-    }
-  });
-  const auto concatenate = [&] {
-    std::vector<Entry> entries;
-    for (auto& part : chosen) {
-      entries.insert(entries.end(), part.begin(), part.end());
-      part.clear();
-    }
-    return entries;
-  };
-  const std::vector<Entry> first = concatenate();
-  project<T>(value, weight, group, first, norms);
-
-  // What the last retained of them reaches is a cut that every retained entry's bound reaches.
-  std::vector<std::vector<uint32_t>> keys(num_kv_heads);
-  for (const auto& [head, token] : first) {
-    const float norm = norms.const_data_ptr<float>()[head * num_tokens + token];
-    keys[head].push_back(sortable(norm * weight_of(head, token)));
-    bounds[head * num_tokens + token] = -1.f;
-  }
-  for (int32_t head = 0; head < num_kv_heads; ++head) {
-    const uint32_t cut = find_cut(std::move(keys[head]), num_open[head]).threshold;
-    for (int32_t token = 0; token < num_tokens; ++token)
-      if (sortable(bounds[head * num_tokens + token]) >= cut) chosen[head].push_back({head, token});
-  }
-  project<T>(value, weight, group, concatenate(), norms);
-  return norms;
 }
 
 }  // namespace kvselect

@@ -1,9 +1,11 @@
-// Window attention, averaged over the queries: scoring/snapkv.py. Every key is multiplied twice
-// instead of keeping [num_kv_heads, group * window, num_tokens] weights.
+// Window attention, averaged over the queries: scoring/snapkv.py. A KV head's weights are kept relative
+// to their tile's maximum, [num_tokens, rows] float, until the whole row's denominator is known: every
+// key is read and every exponential computed once, for the memory of one KV head.
 #pragma once
 
 #include <cmath>
 #include <cstring>
+#include <memory>
 
 #include "tiles.h"
 
@@ -34,34 +36,20 @@ class WindowAttention {
         num_rows_(query.size(1) / num_kv_heads_ * window_),
         padded_rows_(divide_up(num_rows_, kLanes) * kLanes),
         scale_(static_cast<float>(scale * M_LOG2E)),
-        tiles_(num_tokens_, 64), packed_(num_kv_heads_ * head_size_ * padded_rows_, T(0)) {
+        tiles_(num_tokens_, 64), packed_(num_kv_heads_ * head_size_ * padded_rows_, T(0)),
+        maxima_(tiles_.count * padded_rows_), sums_(tiles_.count * padded_rows_),
+        weights_(new float[num_tokens_ * padded_rows_]) {
     pack_queries();
   }
 
   // [num_kv_heads, num_tokens - window] float
   Tensor mean() {
-    const std::vector<float> normalizers = log_denominators();
-    const Vec scale(scale_);
-    const int64_t num_scored = num_tokens_ - window_;
-    Tensor scores = at::empty({num_kv_heads_, num_scored}, key_.options().dtype(at::kFloat));
-    float* out = scores.mutable_data_ptr<float>();
-    parallel_tiles<T>(num_kv_heads_ * tiles_.count, [&] {
-      return [&, logits = std::vector<float>(tiles_.size * padded_rows_)](int64_t i) mutable {
-        const int64_t head = i / tiles_.count, tile = i % tiles_.count, start = tiles_.start(tile);
-        const int64_t last = std::min(tiles_.size, num_scored - start);
-        if (tiles_.first_new(tile) >= last) return;
-        compute_logits(head, tile, logits.data());
-        for (int64_t t = tiles_.first_new(tile); t < last; ++t) {
-          Vec sum(0.f);
-          for (int64_t r = 0; r < padded_rows_; r += kLanes) {
-            const Vec logit = Vec::loadu(&logits[t * padded_rows_ + r]);
-            const Vec normalizer = Vec::loadu(&normalizers[head * padded_rows_ + r]);
-            sum = sum + exp2(at::vec::fmsub(logit, scale, normalizer));
-          }
-          out[head * num_scored + start + t] = sum_lanes(sum) / num_rows_;
-        }
-      };
-    });
+    Tensor scores = at::empty({num_kv_heads_, num_tokens_ - window_}, key_.options().dtype(at::kFloat));
+    for (int64_t head = 0; head < num_kv_heads_; ++head) {
+      compute_weights(head);
+      normalize();
+      average(scores.mutable_data_ptr<float>() + head * (num_tokens_ - window_));
+    }
     return scores;
   }
 
@@ -91,45 +79,68 @@ class WindowAttention {
         std::fill_n(logits + (token - start) * padded_rows_ + row, token - window_start, kMasked);
   }
 
-  // Binary logarithm of every row's softmax denominator, [num_kv_heads, padded_rows].
-  std::vector<float> log_denominators() const {
+  // Every tile's weights relative to its maximum, and their sums.
+  void compute_weights(int64_t head) {
     const Vec scale(scale_);
-    const int64_t count = num_kv_heads_ * tiles_.count;
-    std::vector<float> maxima(count * padded_rows_, kMasked), sums(count * padded_rows_, 0.f);
-    parallel_tiles<T>(count, [&] {
-      return [&, logits = std::vector<float>(tiles_.size * padded_rows_)](int64_t i) mutable {
-        const int64_t tile = i % tiles_.count;
-        compute_logits(i / tiles_.count, tile, logits.data());
+    parallel_tiles<T>(tiles_.count, [&] {
+      return [&, logits = std::vector<float>(tiles_.size * padded_rows_)](int64_t tile) mutable {
+        compute_logits(head, tile, logits.data());
+        float* weights = weights_of(tile);
+        const int64_t first = tiles_.first_new(tile);
         for (int64_t r = 0; r < padded_rows_; r += kLanes) {
           Vec maximum(kMasked), sum(0.f);
-          for (int64_t t = tiles_.first_new(tile); t < tiles_.size; ++t)
+          for (int64_t t = first; t < tiles_.size; ++t)
             maximum = at::vec::clamp_min(maximum, Vec::loadu(&logits[t * padded_rows_ + r]));
-          for (int64_t t = tiles_.first_new(tile); t < tiles_.size; ++t)
-            sum = sum + exp2((Vec::loadu(&logits[t * padded_rows_ + r]) - maximum) * scale);
-          maximum.store(&maxima[i * padded_rows_ + r]);
-          sum.store(&sums[i * padded_rows_ + r]);
+          for (int64_t t = first; t < tiles_.size; ++t) {
+            const Vec weight = exp2((Vec::loadu(&logits[t * padded_rows_ + r]) - maximum) * scale);
+            weight.store(weights + (t - first) * padded_rows_ + r);
+            sum = sum + weight;
+          }
+          maximum.store(&maxima_[tile * padded_rows_ + r]);
+          sum.store(&sums_[tile * padded_rows_ + r]);
         }
       };
     });
-    std::vector<float> normalizers(num_kv_heads_ * padded_rows_);
-    for (int64_t head = 0; head < num_kv_heads_; ++head) {
-      float* normalizer = &normalizers[head * padded_rows_];
-      const int64_t begin = head * tiles_.count, end = begin + tiles_.count;
-      for (int64_t r = 0; r < padded_rows_; r += kLanes) {
-        Vec maximum(kMasked), sum(0.f);
-        for (int64_t i = begin; i < end; ++i)
-          maximum = at::vec::clamp_min(maximum, Vec::loadu(&maxima[i * padded_rows_ + r]));
-        for (int64_t i = begin; i < end; ++i) {
-          const Vec difference = Vec::loadu(&maxima[i * padded_rows_ + r]) - maximum;
-          sum = at::vec::fmadd(Vec::loadu(&sums[i * padded_rows_ + r]), exp2(difference * scale), sum);
-        }
-        at::vec::fmadd(maximum, scale, sum.log2()).store(normalizer + r);
-      }
-      // Rows of padding weigh nothing.
-      std::fill(normalizer + num_rows_, normalizer + padded_rows_, -kMasked);
-    }
-    return normalizers;
   }
+
+  // Turns every tile's sums into the factors that its weights lack, the mean's included.
+  void normalize() {
+    const Vec scale(scale_), num_rows(static_cast<float>(num_rows_));
+    for (int64_t r = 0; r < padded_rows_; r += kLanes) {
+      Vec maximum(kMasked), sum(0.f);
+      for (int64_t i = r; i < tiles_.count * padded_rows_; i += padded_rows_)
+        maximum = at::vec::clamp_min(maximum, Vec::loadu(&maxima_[i]));
+      for (int64_t i = r; i < tiles_.count * padded_rows_; i += padded_rows_) {
+        const Vec factor = exp2((Vec::loadu(&maxima_[i]) - maximum) * scale);
+        sum = at::vec::fmadd(Vec::loadu(&sums_[i]), factor, sum);
+        factor.store(&sums_[i]);
+      }
+      const Vec normalizer = sum * num_rows;
+      for (int64_t i = r; i < tiles_.count * padded_rows_; i += padded_rows_)
+        (Vec::loadu(&sums_[i]) / normalizer).store(&sums_[i]);
+    }
+    // Rows of padding weigh nothing.
+    for (int64_t tile = 0; tile < tiles_.count; ++tile)
+      std::fill_n(&sums_[tile * padded_rows_ + num_rows_], padded_rows_ - num_rows_, 0.f);
+  }
+
+  void average(float* scores) {
+    const int64_t num_scored = num_tokens_ - window_;
+    at::parallel_for(0, tiles_.count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t tile = begin; tile < end; ++tile) {
+        const float* weights = weights_of(tile);
+        const int64_t last = std::min((tile + 1) * tiles_.size, num_scored);
+        for (int64_t token = tile * tiles_.size; token < last; ++token, weights += padded_rows_) {
+          Vec sum(0.f);
+          for (int64_t r = 0; r < padded_rows_; r += kLanes)
+            sum = at::vec::fmadd(Vec::loadu(weights + r), Vec::loadu(&sums_[tile * padded_rows_ + r]), sum);
+          scores[token] = sum_lanes(sum);
+        }
+      }
+    });
+  }
+
+  float* weights_of(int64_t tile) { return weights_.get() + tile * tiles_.size * padded_rows_; }
 
   const Tensor& query_;
   const Tensor& key_;
@@ -137,6 +148,27 @@ class WindowAttention {
   const float scale_;
   const Tiles tiles_;
   std::vector<T> packed_;
+  std::vector<float> maxima_, sums_;
+  std::unique_ptr<float[]> weights_;  // a vector would be zeroed first
 };
+
+// What is no number is larger than all numbers, as in PyTorch's pooling.
+inline float larger(float a, float b) { return b > a || b != b ? b : a; }
+
+// The maximum over `kernel_size` (odd) neighbouring tokens of every row, [num_kv_heads, num_tokens].
+inline Tensor max_pool(const Tensor& scores, int64_t kernel_size) {
+  if (kernel_size == 1) return scores;
+  const int64_t num_tokens = scores.size(1), reach = kernel_size / 2;
+  Tensor pooled = scores.clone();
+  for (int64_t head = 0; head < scores.size(0); ++head) {
+    const float* in = scores.const_data_ptr<float>() + head * num_tokens;
+    float* __restrict out = pooled.mutable_data_ptr<float>() + head * num_tokens;
+    for (int64_t shift = 1; shift <= reach; ++shift) {
+      for (int64_t t = shift; t < num_tokens; ++t) out[t] = larger(out[t], in[t - shift]);
+      for (int64_t t = 0; t < num_tokens - shift; ++t) out[t] = larger(out[t], in[t + shift]);
+    }
+  }
+  return pooled;
+}
 
 }  // namespace kvselect
