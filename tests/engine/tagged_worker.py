@@ -35,6 +35,11 @@ def require(condition: object, *explanation: object) -> None:
         raise WrongEntryError(" ".join(map(str, explanation)))
 
 
+def blocks_of(completion: Completion) -> torch.Tensor:
+    """Blocks of the prompt, `[num_blocks]`."""
+    return completion.pages[0] // NUM_KV_HEADS
+
+
 @dataclass(frozen=True)
 class Retained:
     """What a request must retain, found by counting blocks and not by the plan's formulas."""
@@ -274,7 +279,7 @@ class TaggedWorker:
         ]
         for row, completion in zip(rows, split.completions, strict=True):
             self._check_window(row, completion, queries)
-            self._compare(row, completion.blocks.numpy(), row.num_prompt_tokens, "selection")
+            self._compare(row, blocks_of(completion).numpy(), row.num_prompt_tokens, "selection")
             self._pack(row, completion)
 
     def _check_window(self, row: Row, completion: Completion, queries: torch.Tensor) -> None:
@@ -296,7 +301,9 @@ class TaggedWorker:
         assert row.retained
         num_freed, tail_start = row.retained.num_freed, row.retained.tail_start
         num_pages = (tail_start - num_freed) * NUM_KV_HEADS
-        slots = packed_slots(completion.blocks[num_freed:tail_start], NUM_KV_HEADS, self.block_size)
+        slots = packed_slots(
+            blocks_of(completion)[num_freed:tail_start], NUM_KV_HEADS, self.block_size
+        )
         # Deterministic, as selection is: a resumed request retains what it retained before.
         random = Random(f"{row.request_id} retains")
         row.packed = []
@@ -321,7 +328,7 @@ class TaggedWorker:
         require((batch is not None) == bool(rows), "tokens past their prompt are left out")
         if batch is None:
             return
-        table = batch.table or batch.page_table(self.state.offsets, self.block_size)
+        table = batch.table or batch.rows.page_table(self.state.offsets, self.block_size)
         lengths = table.seq_lens.view(NUM_LAYERS, len(rows), NUM_KV_HEADS).numpy()
         pages = table.pages.view(NUM_LAYERS, len(rows), NUM_KV_HEADS, -1).numpy()
         asked = []

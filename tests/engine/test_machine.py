@@ -19,6 +19,7 @@ from tests.engine.tagged_worker import WrongEntryError
 from vllm_kvselect.engine import batch
 from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, Rows, Split, Splitter
 from vllm_kvselect.engine.block_manager import HeadwiseManager
+from vllm_kvselect.engine.page_tables import SettledRows
 from vllm_kvselect.retention import plan
 
 NUM_STEPS = 10_000
@@ -143,9 +144,9 @@ def keep_state_by_row(patch: pytest.MonkeyPatch) -> None:
         return replace(complete(self, rows, row, *args), first_packed_block=row)
 
     def headwise(rows: Rows, chosen: np.ndarray, *args: Any) -> HeadwiseBatch:
-        return replace(
-            headwise_batch(rows, chosen, *args), first_packed_blocks=torch.from_numpy(chosen)
-        )
+        made = headwise_batch(rows, chosen, *args)
+        by_row = replace(made.rows, first_packed_blocks=torch.from_numpy(chosen))
+        return replace(made, rows=by_row)
 
     patch.setattr(Splitter, "_completion", completion)
     patch.setattr(batch, "headwise_batch", headwise)
@@ -158,7 +159,7 @@ def build_page_tables_before_packing(patch: pytest.MonkeyPatch) -> None:
         result = split(self, common)
         if result and result.headwise and result.headwise.table is None:
             offsets = self._state.offsets
-            result.headwise.table = result.headwise.page_table(offsets, self._block_size)
+            result.headwise.table = result.headwise.rows.page_table(offsets, self._block_size)
         return result
 
     patch.setattr(Splitter, "split", split_early)
@@ -166,6 +167,13 @@ def build_page_tables_before_packing(patch: pytest.MonkeyPatch) -> None:
 
 def forget_partial_windows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Splitter, "_partial_windows", lambda *_: [])
+
+
+def keep_page_tables_of_as_many_rows(patch: pytest.MonkeyPatch) -> None:
+    def same_shape(rows: SettledRows, other: SettledRows, _: int) -> bool:
+        return rows.block_table.shape == other.block_table.shape
+
+    patch.setattr(SettledRows, "has_pages_of", same_shape)
 
 
 MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[Exception], str]] = {
@@ -186,6 +194,11 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[Exception], 
     "state kept by batch row": (keep_state_by_row, WrongEntryError, "decoding"),
     "offsets not refreshed after preemption": (
         build_page_tables_before_packing,
+        WrongEntryError,
+        "decoding",
+    ),
+    "page tables kept though blocks changed": (
+        keep_page_tables_of_as_many_rows,
         WrongEntryError,
         "decoding",
     ),

@@ -74,6 +74,20 @@ def test_snapkv_scores(
     torch.testing.assert_close(scores.double(), expected, rtol=bound, atol=2.0**-120)
 
 
+@pytest.mark.parametrize("num_tokens", [2753, 8200])
+def test_prompts_longer_than_what_is_kept_are_scored_alike(num_tokens: int) -> None:
+    """96 rows: the weights of 2,730 tokens are kept, those beyond are computed twice."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    query = torch.randn(32, 3, 16, generator=generator)
+    key = torch.randn(1, num_tokens, 16, generator=generator)
+    config = EvictionConfig(kernel_size=1)
+    expected = snapkv.snapkv_scores(query.double(), key.double(), 0.25, config)
+    scores = cpu.snapkv_scores(query, key, 0.25, config)
+    # Logits stay below 16 here, and so does the sum of magnitudes times the scale below 64.
+    bound = 2 * 20 * EPS * 64 + (num_tokens + 8) * EPS
+    torch.testing.assert_close(scores.double(), expected, rtol=bound, atol=0)
+
+
 def test_exponentials_are_exact_to_a_few_digits_of_float32_over_their_whole_range() -> None:
     """One query, head size 2: the weights are a softmax of the keys' first channel alone."""
     logits = torch.cat((torch.linspace(-80, 0, 4001), torch.zeros(1)))

@@ -13,9 +13,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvselect.compaction import head_pages, packed_slots
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.page_tables import PageTables, SettledRows
 from vllm_kvselect.engine.prompts import Prompt, PromptsOf
 from vllm_kvselect.engine.state import RetentionState
-from vllm_kvselect.page_table import PageTable, headwise_page_table
+from vllm_kvselect.page_table import PageTable
 from vllm_kvselect.retention import RetentionPlan
 
 Tokens = slice | torch.Tensor
@@ -108,34 +109,15 @@ class HeadwiseBatch:
     Attributes:
         queries: Indices of `(token, KV head)` pairs of the batch, sequence by sequence.
         query_start_loc: `[num_rows * num_kv_heads + 1]` int32.
-        block_table: `[num_rows, max_num_blocks]`.
-        seq_lens: `[num_rows]`.
-        first_packed: `[num_rows]` int64.
-        tail_start: `[num_rows]` int64.
-        first_packed_blocks: `[num_rows]` int64, the keys of the state.
+        rows: The rows they belong to.
         table: Page tables of all layers, or None if a row's pages are only known after this
             step's selection.
     """
 
     queries: Tokens
     query_start_loc: torch.Tensor
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    first_packed: torch.Tensor
-    tail_start: torch.Tensor
-    first_packed_blocks: torch.Tensor
+    rows: SettledRows
     table: PageTable | None
-
-    def page_table(self, offsets: torch.Tensor, block_size: int) -> PageTable:
-        """Page tables for the offsets of some layers, `[num_blocks, num_layers, num_heads + 1]`."""
-        return headwise_page_table(
-            self.block_table,
-            self.seq_lens,
-            self.first_packed,
-            self.tail_start,
-            offsets[self.first_packed_blocks].transpose(0, 1),
-            block_size,
-        )
 
 
 def token_indices(starts: np.ndarray, lens: np.ndarray) -> Tokens:
@@ -186,11 +168,13 @@ def headwise_batch(
     return HeadwiseBatch(
         queries=head_queries(starts, lens, num_kv_heads),
         query_start_loc=start_loc(np.repeat(lens, num_kv_heads)),
-        block_table=table,
-        seq_lens=torch.from_numpy(rows.seq_lens[chosen]),
-        first_packed=first_packed,
-        tail_start=torch.from_numpy(plans[:, 2]),
-        first_packed_blocks=table.gather(1, first_packed[:, None]).squeeze(1).to(torch.int64),
+        rows=SettledRows(
+            block_table=table,
+            seq_lens=torch.from_numpy(rows.seq_lens[chosen]),
+            first_packed=first_packed,
+            tail_start=torch.from_numpy(plans[:, 2]),
+            first_packed_blocks=table.gather(1, first_packed[:, None]).squeeze(1).to(torch.int64),
+        ),
         table=None,
     )
 
@@ -240,6 +224,7 @@ class Splitter:
         self._window, self._state, self._prompts_of = window, state, prompts_of
         self._block_size, self._num_kv_heads = block_size, num_kv_heads
         self._query_shape, self._dtype = query_shape, dtype
+        self._page_tables = PageTables(state, block_size)
 
     def split(self, common: CommonAttentionMetadata) -> Split | None:
         """Splits a batch, or returns None when nobody in it drops anything in this step."""
@@ -257,7 +242,7 @@ class Splitter:
             return Split(common, None, completions, windows, None)
         headwise = headwise_batch(rows, settled, block_table, self._num_kv_heads)
         if not completing[settled].any():
-            headwise.table = headwise.page_table(self._state.offsets, self._block_size)
+            headwise.table = self._page_tables.of(headwise.rows)
         stock, stock_tokens = stock_part(rows, common)
         return Split(stock, stock_tokens, completions, windows, headwise)
 
@@ -289,8 +274,7 @@ class Splitter:
         pages = head_pages(blocks, self._num_kv_heads)
         num_earlier = num_computed - (num_prompt_tokens - window)
         earlier = self._state.window(first_packed_block, num_earlier)
-        self._state.close_window(first_packed_block)
-        self._state.completed.append(prompt)
+        self._state.complete(prompt, first_packed_block)
         return Completion(
             eviction=prompt.eviction,
             plan=retention_plan,

@@ -286,7 +286,7 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
             pages, seq_lens = (part[self._layer_index] for part in batch.table)
         else:
             layer = slice(self._layer_index, self._layer_index + 1)
-            table = batch.page_table(self._state.offsets[:, layer], self._codec.block_size)
+            table = batch.rows.page_table(self._state.offsets[:, layer], self._codec.block_size)
             pages, seq_lens = table.pages[0], table.seq_lens[0]
         # [num_tokens, num_heads, head_size] -> [num_tokens * num_kv_heads, group, head_size]
         group_shape = (-1, self.num_queries_per_kv, self.head_size)

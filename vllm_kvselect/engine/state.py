@@ -28,7 +28,8 @@ class RetentionState:
     request: the state needs no request ids, survives reordering of the batch and dies with the
     block.
 
-    `completed` lists the prompts packed since the worker last took it, for its report.
+    `completed` lists the prompts packed since the worker last took it, for its report; `version`
+    counts all that were, so that what was built from the offsets is known to be out of date.
 
     Args:
         num_blocks: Blocks of the KV cache.
@@ -44,6 +45,7 @@ class RetentionState:
         self.offsets = torch.zeros(num_blocks, num_layers, num_kv_heads + 1, dtype=torch.int32)
         self.selection_seconds = 0.0
         self.num_evicted = 0
+        self.version = 0
         self.completed: list[Prompt] = []
         self._max_windows = max_num_seqs
         self._windows: OrderedDict[int, WindowQueries] = OrderedDict()
@@ -67,3 +69,9 @@ class RetentionState:
     def close_window(self, first_packed_block: int) -> None:
         """Forgets a partial window."""
         self._windows.pop(first_packed_block, None)
+
+    def complete(self, prompt: Prompt, first_packed_block: int) -> None:
+        """Takes note that a prompt is about to be packed."""
+        self.close_window(first_packed_block)
+        self.completed.append(prompt)
+        self.version += 1

@@ -1,6 +1,6 @@
-// Window attention, averaged over the queries: scoring/snapkv.py. A KV head's weights are kept relative
-// to their tile's maximum, [num_tokens, rows] float, until the whole row's denominator is known: every
-// key is read and every exponential computed once, for the memory of one KV head.
+// Window attention, averaged over the queries: scoring/snapkv.py. Weights are computed relative to their
+// tile's maximum; a KV head's first ones are kept, [num_tokens, rows] float, until the whole row's
+// denominator is known, as many as a core's cache holds. The rest are computed again.
 #pragma once
 
 #include <cmath>
@@ -38,7 +38,8 @@ class WindowAttention {
         scale_(static_cast<float>(scale * M_LOG2E)),
         tiles_(num_tokens_, 64), packed_(num_kv_heads_ * head_size_ * padded_rows_, T(0)),
         maxima_(tiles_.count * padded_rows_), sums_(tiles_.count * padded_rows_),
-        weights_(new float[num_tokens_ * padded_rows_]) {
+        num_kept_(std::min(tiles_.count, kMostKept / (tiles_.size * padded_rows_))),
+        kept_(new float[num_kept_ * tiles_.size * padded_rows_]) {
     pack_queries();
   }
 
@@ -48,13 +49,14 @@ class WindowAttention {
     for (int64_t head = 0; head < num_kv_heads_; ++head) {
       compute_weights(head);
       normalize();
-      average(scores.mutable_data_ptr<float>() + head * (num_tokens_ - window_));
+      average(head, scores.mutable_data_ptr<float>() + head * (num_tokens_ - window_));
     }
     return scores;
   }
 
  private:
   static constexpr float kMasked = -1e30f;
+  static constexpr int64_t kMostKept = 1 << 18;  // floats: half of a second-level cache
 
   // Row `j * window + i` of a KV head is query i of the head's j-th query head.
   void pack_queries() {
@@ -79,28 +81,32 @@ class WindowAttention {
         std::fill_n(logits + (token - start) * padded_rows_ + row, token - window_start, kMasked);
   }
 
-  // Every tile's weights relative to its maximum, and their sums.
+  // The maxima of all tiles, and the sums of the weights relative to them.
   void compute_weights(int64_t head) {
-    const Vec scale(scale_);
     parallel_tiles<T>(tiles_.count, [&] {
-      return [&, logits = std::vector<float>(tiles_.size * padded_rows_)](int64_t tile) mutable {
-        compute_logits(head, tile, logits.data());
-        float* weights = weights_of(tile);
-        const int64_t first = tiles_.first_new(tile);
-        for (int64_t r = 0; r < padded_rows_; r += kLanes) {
-          Vec maximum(kMasked), sum(0.f);
-          for (int64_t t = first; t < tiles_.size; ++t)
-            maximum = at::vec::clamp_min(maximum, Vec::loadu(&logits[t * padded_rows_ + r]));
-          for (int64_t t = first; t < tiles_.size; ++t) {
-            const Vec weight = exp2((Vec::loadu(&logits[t * padded_rows_ + r]) - maximum) * scale);
-            weight.store(weights + (t - first) * padded_rows_ + r);
-            sum = sum + weight;
-          }
-          maximum.store(&maxima_[tile * padded_rows_ + r]);
-          sum.store(&sums_[tile * padded_rows_ + r]);
-        }
+      return [&, logits = tile_buffer(), other = tile_buffer()](int64_t tile) mutable {
+        float* weights = tile < num_kept_ ? &kept_[tile * tiles_.size * padded_rows_] : other.data();
+        compute_tile(head, tile, logits.data(), weights);
       };
     });
+  }
+
+  void compute_tile(int64_t head, int64_t tile, float* logits, float* weights) {
+    compute_logits(head, tile, logits);
+    const Vec scale(scale_);
+    const int64_t first = tiles_.first_new(tile);
+    for (int64_t r = 0; r < padded_rows_; r += kLanes) {
+      Vec maximum(kMasked), sum(0.f);
+      for (int64_t t = first; t < tiles_.size; ++t)
+        maximum = at::vec::clamp_min(maximum, Vec::loadu(&logits[t * padded_rows_ + r]));
+      for (int64_t t = first; t < tiles_.size; ++t) {
+        const Vec weight = exp2((Vec::loadu(&logits[t * padded_rows_ + r]) - maximum) * scale);
+        weight.store(weights + (t - first) * padded_rows_ + r);
+        sum = sum + weight;
+      }
+      maximum.store(&maxima_[tile * padded_rows_ + r]);
+      sum.store(&sums_[tile * padded_rows_ + r]);
+    }
   }
 
   // Turns every tile's sums into the factors that its weights lack, the mean's included.
@@ -124,23 +130,25 @@ class WindowAttention {
       std::fill_n(&sums_[tile * padded_rows_ + num_rows_], padded_rows_ - num_rows_, 0.f);
   }
 
-  void average(float* scores) {
+  void average(int64_t head, float* scores) {
     const int64_t num_scored = num_tokens_ - window_;
-    at::parallel_for(0, tiles_.count, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t tile = begin; tile < end; ++tile) {
-        const float* weights = weights_of(tile);
+    parallel_tiles<T>(tiles_.count, [&] {
+      return [&, logits = tile_buffer(), other = tile_buffer()](int64_t tile) mutable {
+        const std::vector<float> factors(&sums_[tile * padded_rows_], &sums_[(tile + 1) * padded_rows_]);
+        if (tile >= num_kept_) compute_tile(head, tile, logits.data(), other.data());
+        const float* weights = tile < num_kept_ ? &kept_[tile * tiles_.size * padded_rows_] : other.data();
         const int64_t last = std::min((tile + 1) * tiles_.size, num_scored);
         for (int64_t token = tile * tiles_.size; token < last; ++token, weights += padded_rows_) {
           Vec sum(0.f);
           for (int64_t r = 0; r < padded_rows_; r += kLanes)
-            sum = at::vec::fmadd(Vec::loadu(weights + r), Vec::loadu(&sums_[tile * padded_rows_ + r]), sum);
+            sum = at::vec::fmadd(Vec::loadu(weights + r), Vec::loadu(&factors[r]), sum);
           scores[token] = sum_lanes(sum);
         }
-      }
+      };
     });
   }
 
-  float* weights_of(int64_t tile) { return weights_.get() + tile * tiles_.size * padded_rows_; }
+  std::vector<float> tile_buffer() const { return std::vector<float>(tiles_.size * padded_rows_); }
 
   const Tensor& query_;
   const Tensor& key_;
@@ -149,7 +157,8 @@ class WindowAttention {
   const Tiles tiles_;
   std::vector<T> packed_;
   std::vector<float> maxima_, sums_;
-  std::unique_ptr<float[]> weights_;  // a vector would be zeroed first
+  const int64_t num_kept_;         // tiles whose weights are kept
+  std::unique_ptr<float[]> kept_;  // a vector would be zeroed first
 };
 
 // What is no number is larger than all numbers, as in PyTorch's pooling.

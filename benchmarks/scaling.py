@@ -1,0 +1,184 @@
+"""How selection grows with the prompt: its share of the prefill, and the memory it takes.
+
+The share is the plugin's own clock around selection and packing over stock vLLM's prefill of the
+same prompt, one prompt at a time, both in fresh processes by turns. Memory is what one layer's
+selection adds to the peak of a process's resident memory, on random tensors in the shape of the
+small model. The last line of the output is one JSON object.
+"""
+
+import json
+import re
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from _engine import (
+    MIB,
+    Job,
+    default_model,
+    describe,
+    empty_prefix_cache,
+    engine_arguments,
+    eviction_stats,
+    machine,
+    reset_eviction_stats,
+    run_child,
+    run_script,
+    table_console,
+)
+from _texts import plain_prompts
+from rich.console import Console
+from rich.table import Table
+
+from vllm_kvselect.config import EvictionConfig
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Result = dict[str, Any]
+BLOCK_SIZE = 32
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Model folder; by default the small model.")] = "",
+    lengths: Annotated[str, typer.Option(help="Tokens per prompt.")] = "1024,2048,4096,8000",
+    method: Annotated[str, typer.Option(help="The plugin's method.")] = "adakv-perturb",
+    budget: Annotated[float, typer.Option(help="Fraction of the prompt.")] = 0.2,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+) -> None:
+    """Measures time and memory of selection for prompts of several lengths."""
+    settings = dict(locals())
+    model = model or default_model()
+    all_lengths = [int(length) for length in lengths.split(",")]
+    eviction = EvictionConfig.parse({"method": method, "budget": budget}).model_dump()
+    stock: Job = {
+        "model": model,
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "kv_bytes": 512 * MIB,
+        "max_model_len": max(all_lengths) + 8,
+        "lengths": all_lengths,
+        "num_prompts": num_prompts,
+        "eviction": None,
+    }
+    jobs = {"stock": stock, "plugin": {**stock, "eviction": eviction}}
+    measured: dict[str, list[Result]] = {name: [] for name in jobs}
+    with Console(stderr=True).status("starting") as status:
+        for index in range(rounds):
+            for name in list(jobs) if index % 2 == 0 else list(reversed(jobs)):
+                status.update(f"round {index + 1} of {rounds}: {name}")
+                measured[name].append(run_child(__file__, jobs[name]))
+        status.update("memory")
+        memory = [
+            run_child(__file__, {"memory_of": length, "eviction": eviction})["bytes"]
+            for length in all_lengths
+        ]
+    rows = [_row(index, length, measured) for index, length in enumerate(all_lengths)]
+    rows = [{**row, "memory_bytes": extra} for row, extra in zip(rows, memory, strict=True)]
+    _print_table(rows)
+    settings |= {"model": Path(model).name}
+    print(json.dumps({"lengths": rows, "settings": settings, "machine": machine()}))
+
+
+def _row(index: int, length: int, measured: dict[str, list[Result]]) -> dict[str, Any]:
+    stock, plugin = (
+        [each["prefill_seconds"][index] for each in measured[name]] for name in ("stock", "plugin")
+    )
+    selection = [each["selection_seconds"][index] for each in measured["plugin"]]
+    shares = [ours / theirs for ours, theirs in zip(selection, stock, strict=True)]
+    return {
+        "tokens": length,
+        "stock_seconds": round(statistics.median(stock), 4),
+        "plugin_seconds": round(statistics.median(plugin), 4),
+        "selection_seconds": round(statistics.median(selection), 4),
+        "share": round(statistics.median(shares), 4),
+    }
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="Selection by length of the prompt")
+    for column in ("tokens", "prefill, stock", "prefill, plugin", "selection", "share", "memory"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["tokens"]),
+            f"{row['stock_seconds']:.3f} s",
+            f"{row['plugin_seconds']:.3f} s",
+            f"{row['selection_seconds'] * 1e3:.1f} ms",
+            f"{row['share']:.1%}",
+            f"{row['memory_bytes'] / MIB:.1f} MiB",
+        )
+    table_console().print(table)
+
+
+def measure(job: Job) -> Result:
+    """The child's part: prefills on one engine, or the memory of one selection without any."""
+    if "memory_of" in job:
+        return {"bytes": _extra_memory(job["memory_of"], EvictionConfig.parse(job["eviction"]))}
+    from transformers import AutoTokenizer
+    from vllm import LLM
+
+    llm = LLM(**engine_arguments(job))
+    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    prefill, selection = [], []
+    for length in job["lengths"]:
+        prompts, _ = plain_prompts(tokenizer, job["num_prompts"] + 1, length)
+        _prefill(llm, prompts[-1:])  # what is done once for a length is done here
+        empty_prefix_cache(llm)
+        reset_eviction_stats(llm, job)
+        prefill.append(_prefill(llm, prompts[:-1]))
+        stats = eviction_stats(llm, {**job, "prompts": prompts[:-1]})
+        selection.append(stats["selection_seconds"] / job["num_prompts"])
+        empty_prefix_cache(llm)
+    return {"prefill_seconds": prefill, "selection_seconds": selection, **describe(llm)}
+
+
+def _prefill(llm: "LLM", prompts: list[list[int]]) -> float:
+    """Seconds to the first token of a prompt, one after the other; the mean."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    start = time.perf_counter()
+    for prompt in prompts:
+        llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    return (time.perf_counter() - start) / len(prompts)
+
+
+def _extra_memory(length: int, config: EvictionConfig) -> int:
+    """Bytes that selection adds to the peak of this process, the retained indices included."""
+    import torch
+    from selection import HEAD_SIZE, layer
+
+    from vllm_kvselect.kernels import cpu
+    from vllm_kvselect.methods import retain
+
+    torch.set_num_threads(1)
+    num_tokens = (length - config.window) // BLOCK_SIZE * BLOCK_SIZE
+    num_packed = max(1, round(config.budget * length) // BLOCK_SIZE - 1)
+
+    def select(length: int, num_tokens: int, num_packed: int) -> int:
+        query, key, value, projection = layer(length, config.window, packed=True)
+        arguments = (projection, HEAD_SIZE**-0.5, num_packed, BLOCK_SIZE, config)
+        before = _resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+        retain(query, key, value[:, :num_tokens], *arguments, twins=twins)
+        return _resident("VmHWM") - before
+
+    twins = cpu.load()
+    select(128, 64, 1)  # libraries and their buffers are there from now on
+    return select(length, num_tokens, num_packed)
+
+
+def _resident(field: str) -> int:
+    """Resident memory of this process in bytes, or its peak."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+if __name__ == "__main__":
+    run_script(main, measure)
