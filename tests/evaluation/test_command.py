@@ -22,6 +22,7 @@ FIGURES = {
     "alpha": {"heads", "alphas"},
     "metric": {"heads"},
     "budget": {"nll"},
+    "ablation": {"differences"},
 }
 
 
@@ -102,6 +103,24 @@ def test_quality_of_the_whole_prompt_is_the_full_caches(llama_folder: Path, tmp_
     for setting in record["results"]["settings"]:
         for text in setting["texts"]:
             assert text["nll"] == text["full_nll"]
+
+
+def test_ablation_varies_the_last_method_and_compares_with_it(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    options = ("--methods", "snapkv,thetakv", "--budgets", "0.3", "--set", "alpha=1.0")
+    assert run("ablation", *small(llama_folder, tmp_path, *options)).exit_code == 0
+    record = json.loads((tmp_path / "ablation.json").read_text(encoding="utf-8"))
+    found = {(each["scenario"], each["variant"]): each for each in record["results"]["variants"]}
+    names = ["snapkv", "thetakv", "lam 0.0", "lam 0.15", "lam 15.0", "safeguard 0.0"]
+    names += ["safeguard 0.5", "alpha 0.0", "stage_2_scores unpooled"]
+    assert list(found) == [(each, name) for each in ("regular", "context-only") for name in names]
+    table = (tmp_path / "ablation.md").read_text(encoding="utf-8")
+    assert "| minus thetakv |" in table
+    # With alpha 1 selection ranks by attention alone, so what it multiplies by norms is the same.
+    same, other = found["regular", "thetakv"], found["regular", "snapkv"]
+    assert found["regular", "stage_2_scores unpooled"]["texts"] != other["texts"]
+    assert same["texts"][0]["full_nll"] == other["texts"][0]["full_nll"]
 
 
 def test_heads_that_fail_the_assumption_are_named(llama_folder: Path, tmp_path: Path) -> None:

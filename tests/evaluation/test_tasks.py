@@ -7,6 +7,7 @@ from vllm_kvselect.evaluation.tasks import (
     PASSAGE_LEN,
     TASKS,
     needles,
+    pairs,
     passages,
 )
 from vllm_kvselect.evaluation.texts import read_texts
@@ -53,7 +54,18 @@ def test_needle_stands_in_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
         assert tokenizer.decode(needle.answer).strip() == needle.digits
 
 
-@pytest.mark.parametrize("task", TASKS)
+def test_pairs_ask_for_one_of_the_lines(tokenizer: PreTrainedTokenizerBase) -> None:
+    for case in pairs(tokenizer, [], 4, 400, 0):
+        context = tokenizer.decode(case.context)
+        question = tokenizer.decode(case.question).strip()
+        assert context.count(question + tokenizer.decode(case.answer)) == 1
+        at = context.index(question) / len(context)
+        assert abs(at - case.depth) < 0.2
+    with pytest.raises(EvaluationError, match="a prompt of 30 tokens has no room for pairs"):
+        pairs(tokenizer, [], 1, 30, 0)
+
+
+@pytest.mark.parametrize("task", ["passage", "needle"])
 def test_texts_that_do_not_fit_are_refused(task: str, tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(EvaluationError, match="too short for a prompt of"):
         TASKS[task](tokenizer, ["A short text."], 1, 400, 0)

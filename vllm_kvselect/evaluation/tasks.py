@@ -136,7 +136,38 @@ def needles(
     return [_needle(tokenizer, texts, rng, prompt_len, depth) for depth in depths]
 
 
-TASKS: dict[str, Callable[..., Sequence[Case]]] = {"passage": passages, "needle": needles}
+def pairs(
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: list[str],
+    num_prompts: int,
+    prompt_len: int,
+    seed: int,
+) -> list[Case]:
+    """Fills the prompt with numbered pairs of cities and asks for one of them.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        texts: Unused; every task has this signature.
+        num_prompts: Number of cases; the depths asked for spread evenly over them.
+        prompt_len: Tokens per prompt, question included.
+        seed: Decides numbers and cities.
+
+    Returns:
+        The cases; the same arguments give the same cases.
+
+    Raises:
+        EvaluationError: If the length has no room for two pairs.
+    """
+    rng = random.Random(seed)
+    depths = [(index + 0.5) / num_prompts for index in range(num_prompts)]
+    return [_pairs(tokenizer, rng, prompt_len, depth) for depth in depths]
+
+
+TASKS: dict[str, Callable[..., Sequence[Case]]] = {
+    "passage": passages,
+    "needle": needles,
+    "pairs": pairs,
+}
 """Tasks by name."""
 
 
@@ -171,6 +202,32 @@ def _needle(
     hay = prose[surplus:]
     context = [*begin, *hay[:at], *needle, *hay[at:]]
     return Needle(context, question, encode(f" {digits}"), round(at / room, 3), digits, city)
+
+
+def _pairs(
+    tokenizer: "PreTrainedTokenizerBase", rng: random.Random, prompt_len: int, depth: float
+) -> Case:
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    begin = tokenizer.encode("")  # a BOS token, where the model wants one
+    numbers = rng.sample(range(1000, 10000), prompt_len)
+    tokens: list[int] = []
+    lines: list[tuple[int, list[int], list[int]]] = []
+    while len(tokens) < prompt_len:
+        cue = encode(f"\nRoute {numbers[len(lines)]} goes from")
+        answer = encode(f" {' to '.join(rng.sample(CITIES, 2))}")
+        lines.append((len(tokens), cue, answer))
+        tokens += cue + answer
+    # The surplus is cut at the front; whatever is asked, the tokens from here on are left.
+    first = len(tokens) - prompt_len + len(begin) + max(len(cue) for _, cue, _ in lines)
+    whole = [line for line in lines if line[0] >= first]
+    if len(whole) < 2:
+        raise EvaluationError(f"a prompt of {prompt_len} tokens has no room for pairs")
+    at = first + depth * (len(tokens) - first)
+    _, cue, answer = min(whole, key=lambda line: abs(line[0] - at))
+    context = [*begin, *tokens[len(tokens) - prompt_len + len(begin) + len(cue) :]]
+    return Case(context, cue, answer, depth)
 
 
 def _run_of_tokens(

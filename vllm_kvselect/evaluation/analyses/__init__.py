@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from vllm_kvselect.evaluation.analyses.ablation import measure_ablation
 from vllm_kvselect.evaluation.analyses.alpha import measure_alpha
 from vllm_kvselect.evaluation.analyses.assumption import measure_assumption
 from vllm_kvselect.evaluation.analyses.bound import measure_bound
@@ -19,5 +20,6 @@ ANALYSES: dict[AnalysisName, Callable[[Study], Findings]] = {
     "alpha": measure_alpha,
     "metric": measure_metric,
     "budget": measure_budget,
+    "ablation": measure_ablation,
 }
 """Analyses by name."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from matplotlib.figure import Figure
 
+from vllm_kvselect.evaluation.answers import forced
 from vllm_kvselect.evaluation.figures import Axes, Curves, curves
 from vllm_kvselect.evaluation.report import Findings
 from vllm_kvselect.evaluation.retained import retained_entries
@@ -76,16 +77,8 @@ def measure_budget(study: Study) -> Findings:
 
 def _quality(sample: Sample, retained: torch.Tensor) -> _Quality:
     num_retained = retained.double().sum(-1).mean().item()
-    dropped = _forced(sample.continued(retained).logits, sample.case.answer)
-    return _Quality(*dropped, *_forced(sample.full.logits, sample.case.answer), num_retained)
-
-
-def _forced(logits: torch.Tensor, answer: list[int]) -> tuple[float, float]:
-    """Negative log-likelihood and accuracy of an answer that ends the tokens of `logits`."""
-    logits = logits[-len(answer) : -1].float()
-    expected = torch.tensor(answer[1:], device=logits.device)
-    nll = torch.nn.functional.cross_entropy(logits, expected)
-    return nll.item(), (logits.argmax(-1) == expected).double().mean().item()
+    dropped = forced(sample.continued(retained).logits, sample.case.answer)
+    return _Quality(*dropped, *forced(sample.full.logits, sample.case.answer), num_retained)
 
 
 def _row(setting: Setting, qualities: list[_Quality]) -> tuple[str, ...]:
