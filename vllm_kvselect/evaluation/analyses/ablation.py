@@ -95,7 +95,7 @@ def measure_ablation(study: Study) -> Findings:
 
 
 def _variants(eviction: EvictionConfig, varied: str) -> list[tuple[str, EvictionConfig]]:
-    variants = [(eviction.method, eviction)]
+    variants: list[tuple[str, EvictionConfig]] = [(eviction.method, eviction)]
     if eviction.method == varied:
         for field, value in CHANGES:
             if getattr(eviction, field) != value:
