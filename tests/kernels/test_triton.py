@@ -227,6 +227,22 @@ def test_needed_value_norms_retain_what_all_norms_retain(
     assert torch.equal(pruned, exact)
 
 
+def test_norms_whose_bounds_come_second_are_found() -> None:
+    """Bounds are loose for values that reach one hidden channel, tight where they reach all."""
+    hidden_size = 64
+    weight = torch.zeros(1, 2, 1, hidden_size, device=DEVICE)
+    weight[0, 0, 0, 0], weight[0, 1] = hidden_size**0.5, 1.0
+    value = torch.zeros(1, 80, 2, device=DEVICE)
+    value[0, :40, 0], value[0, 40:60, 1], value[0, 60:, 1] = 1.1, 1.0, 0.1
+    scores, budgets = torch.ones(1, 80, device=DEVICE), torch.tensor([10], device=DEVICE)
+    stage_1 = selection.stage_1_mask(scores, budgets, 0.0)
+    projection = OutputProjection.of(weight)
+    norms = cuda.needed_value_norms(scores, value, projection, stage_1, budgets, 0.0)
+    assert norms.count_nonzero() == 60
+    retained = cuda.select(selection.stage_2_keys(scores, norms, stage_1, 0.0), budgets, 10)
+    assert retained.tolist() == list(range(40, 50))
+
+
 def test_most_norms_are_not_needed() -> None:
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(2, 500, 64, generator=generator).to(DEVICE)
@@ -291,6 +307,14 @@ def test_allocation(
     arguments = (scores, num_packed, block_size, config)
     assert torch.equal(cuda.adaptive_pages(*arguments), allocation.adaptive_pages(*arguments))
     assert torch.equal(cuda.shared_pages(*arguments), allocation.shared_pages(*arguments))
+
+
+def test_the_lower_head_gets_a_page_that_two_heads_share() -> None:
+    """Two heads have six of the twelve best entries each, a page and a half."""
+    scores = torch.zeros(3, 8)
+    scores[1:, :6] = 1.0
+    pages = cuda.shared_pages(scores.to(DEVICE), 1, 4, EvictionConfig())
+    assert pages.tolist() == [0, 2, 1]
 
 
 @brief
