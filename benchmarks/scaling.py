@@ -150,7 +150,8 @@ def _prefill(llm: "LLM", prompts: list[list[int]]) -> float:
 def _extra_memory(length: int, config: EvictionConfig) -> int:
     """Bytes that selection adds to the peak of this process, the retained indices included."""
     import torch
-    from selection import HEAD_SIZE, layer
+    from _selection import layer
+    from selection import SHAPE
 
     from vllm_kvselect.kernels import cpu
     from vllm_kvselect.methods import retain
@@ -160,8 +161,8 @@ def _extra_memory(length: int, config: EvictionConfig) -> int:
     num_packed = max(1, round(config.budget * length) // BLOCK_SIZE - 1)
 
     def select(length: int, num_tokens: int, num_packed: int) -> int:
-        query, key, value, projection = layer(length, config.window, packed=True)
-        arguments = (projection, HEAD_SIZE**-0.5, num_packed, BLOCK_SIZE, config)
+        query, key, value, projection = layer(SHAPE, length, config.window, True, "cpu")
+        arguments = (projection, SHAPE.head_size**-0.5, num_packed, BLOCK_SIZE, config)
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
         retain(query, key, value[:, :num_tokens], *arguments, twins=twins)

@@ -1,10 +1,17 @@
-"""Settings of the whole suite: one thread per process, since two test processes share two cores."""
+"""Settings of the whole suite: one thread per process, since two test processes share two cores.
+
+Triton's kernels run in its interpreter where there is no GPU. It wants to be told before anyone
+imports Triton, and packages that vLLM needs do.
+"""
 
 import os
+import shutil
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -22,7 +22,12 @@ from tests.strategies import (
     seeds,
     some,
 )
-from vllm_kvselect.compaction import packed_slots, run_pages
+from vllm_kvselect.compaction import (
+    gather_from_blocks,
+    packed_slots,
+    run_pages,
+    scatter_entries,
+)
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.methods import retain
 from vllm_kvselect.page_table import PageTable, headwise_page_table
@@ -61,6 +66,27 @@ def test_slots_are_the_oracles_whatever_the_budgets(
         for block, slot, offset in head
     ]
     assert slots.tolist() == expected
+
+
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_entries_with_k_and_v_side_by_side_are_gathered_before_they_are_scattered(
+    integers: torch.dtype,
+) -> None:
+    """Block 4 is packed and read from at once. Codes say block, slot and offset of an entry."""
+    num_heads, block_size, num_competing = 2, 4, 8
+    codes = torch.arange(6 * num_heads * block_size).view(6, num_heads, block_size, 1)
+    cache = torch.cat((codes, -codes), dim=-1)
+    blocks = torch.tensor([5, 4], dtype=integers)
+    # Head 0 retains tokens 0, 3, 4 and 7, head 1 token 5, then 2, 6 and 1 for good measure.
+    retained = torch.tensor([0, 3, 4, 7, 13, 10, 14, 9])
+    gathered = gather_from_blocks(cache, blocks, retained, num_competing)
+    before = cache.clone()
+    scatter_entries(cache, packed_slots(blocks[1:], num_heads, block_size), gathered)
+    expected = [before[5, 0, 0], before[5, 0, 3], before[4, 0, 0], before[4, 0, 3]]
+    expected += [before[4, 1, 1], before[5, 1, 2], before[4, 1, 2], before[5, 1, 1]]
+    assert torch.equal(cache[4].flatten(0, 1), torch.stack(expected))
+    before[4] = cache[4]
+    assert torch.equal(cache, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

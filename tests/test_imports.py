@@ -22,8 +22,8 @@ LEFT_TO_RIGHT = (
     ("pruning",),
     ("ranking",),
     ("compaction",),
-    ("kernels",),
     ("page_table",),
+    ("kernels",),
     ("methods",),
     ("engine",),
 )
@@ -133,6 +133,11 @@ def test_pure_modules_load_torch_but_never_vllm(module: str) -> None:
 def test_the_package_and_its_command_line_start_without_torch(module: str) -> None:
     loaded = run_fresh(f"import {'.'.join(filter(None, (NAME, module)))}")
     assert not {"torch", "vllm", "transformers", "matplotlib"} & loaded
+
+
+@pytest.mark.parametrize("module", ["methods", "kernels.cpu"])
+def test_triton_is_loaded_by_its_kernels_alone(module: str) -> None:
+    assert "triton" not in run_fresh(f"import {NAME}.{module}")
 
 
 @pytest.mark.parametrize("module", modules())

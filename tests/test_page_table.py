@@ -24,18 +24,30 @@ class Batch:
     pages: list[list[list[int]]]  # [layer][request][head]
 
     def table(self, integers: torch.dtype = torch.int32) -> PageTable:
-        """The table under test; unused columns of the block table hold anything."""
+        """The table under test."""
+        return headwise_page_table(*self.inputs(integers), self.block_size)
+
+    def inputs(self, integers: torch.dtype = torch.int32) -> tuple[torch.Tensor, ...]:
+        """What a table is built of; unused columns of the block table hold anything."""
         width = max(len(blocks) for blocks in self.blocks) + 2
         stale = [blocks + [987_654_321] * (width - len(blocks)) for blocks in self.blocks]
         runs = torch.tensor(self.pages)
         offsets = torch.nn.functional.pad(runs.cumsum(-1), (1, 0))
-        return headwise_page_table(
+        return (
             torch.tensor(stale, dtype=torch.int32),
             torch.tensor(self.seq_lens, dtype=integers),
             torch.tensor(self.first_packed, dtype=integers),
             torch.tensor(self.tail_start, dtype=integers),
             offsets.to(integers),
-            self.block_size,
+        )
+
+    def buffers(self, more: int) -> PageTable:
+        """Buffers that were in use, so much wider than need be and for one sequence more."""
+        shape = (len(self.pages), len(self.blocks) * self.num_kv_heads + 1)
+        width = self.table().pages.shape[2] + more
+        return PageTable(
+            torch.full((*shape, width), -7, dtype=torch.int32),
+            torch.full(shape, -7, dtype=torch.int32),
         )
 
     def rows(self, layer: int) -> list[oracle.Row]:
@@ -99,6 +111,21 @@ def test_pages_and_lengths_equal_the_oracle(batch: Batch, integers: torch.dtype)
         assert table.pages[layer].tolist() == [
             row.pages + [0] * (width - len(row.pages)) for row in rows
         ]
+
+
+@many
+@given(batches(), st.integers(0, 3))
+def test_buffers_hold_the_same_and_what_is_past_it_stays(batch: Batch, more: int) -> None:
+    expected, buffers = batch.table(), batch.buffers(more)
+    out = PageTable(*(part[:, :-1] for part in buffers))
+    assert headwise_page_table(*batch.inputs(), batch.block_size, out) is out
+    assert torch.equal(out.seq_lens, expected.seq_lens)
+    width = expected.pages.shape[2]
+    used = torch.arange(width) * batch.block_size < expected.seq_lens[..., None]
+    assert torch.equal(out.pages[..., :width].where(used, 0), expected.pages)
+    assert (out.pages[..., :width][~used] == -7).all()
+    assert (out.pages[..., width:] == -7).all()
+    assert all((part[:, -1] == -7).all() for part in buffers)
 
 
 @many

@@ -77,3 +77,38 @@ def gather_entries(
         `[n, head_size]`.
     """
     return entries[retained // num_competing, retained % num_competing]
+
+
+def gather_from_blocks(
+    cache: torch.Tensor, blocks: torch.Tensor, retained: torch.Tensor, num_competing: int
+) -> torch.Tensor:
+    """Collects the retained entries out of a prompt's blocks, where K and V stand side by side.
+
+    All are read before any is written (`scatter_entries`): sources and targets overlap.
+
+    Args:
+        cache: A layer's cache, `[num_blocks, num_kv_heads, block_size, width]`, with K and V of
+            an entry in one row (as on CUDA), at any strides.
+        blocks: Block ids of the prompt in token order, `[n]`.
+        retained: Flat indices `head * num_competing + token`, `[m]` int64.
+        num_competing: Tokens before the tail.
+
+    Returns:
+        `[m, width]`.
+    """
+    head, token = retained // num_competing, retained % num_competing
+    block_size = cache.shape[2]
+    return cache[blocks.to(torch.int64)[token // block_size], head, token % block_size]
+
+
+def scatter_entries(cache: torch.Tensor, slots: torch.Tensor, entries: torch.Tensor) -> None:
+    """Writes entries, K and V side by side, into slots of the one-head view of the cache.
+
+    Args:
+        cache: As in `gather_from_blocks`.
+        slots: `page * block_size + offset`, as from `packed_slots`, `[m]` int64, none twice.
+        entries: `[m, width]`.
+    """
+    num_kv_heads, block_size = cache.shape[1:3]
+    page = slots // block_size
+    cache[page // num_kv_heads, page % num_kv_heads, slots % block_size] = entries

@@ -25,6 +25,7 @@ def headwise_page_table(
     tail_start: torch.Tensor,
     offsets: torch.Tensor,
     block_size: int,
+    out: PageTable | None = None,
 ) -> PageTable:
     """Builds the page tables of requests whose prompts are compacted, for several layers at once.
 
@@ -39,9 +40,11 @@ def headwise_page_table(
         tail_start: Index of the first tail block, `[num_reqs]`.
         offsets: Where each head's run starts, `[num_layers, num_reqs, num_kv_heads + 1]`.
         block_size: Entries per page.
+        out: Buffers to fill, as a captured graph needs them: nothing is read back for their width,
+            and what they hold past a sequence's last page stays.
 
     Returns:
-        The page tables. Every page but a sequence's last one is full.
+        The page tables, `out` if that is given. Every page but a sequence's last one is full.
     """
     num_layers, num_reqs, num_kv_heads = offsets.shape[0], offsets.shape[1], offsets.shape[2] - 1
     offsets = offsets.to(torch.int64)
@@ -49,7 +52,10 @@ def headwise_page_table(
     tail_len = (seq_lens - tail_start * block_size).to(torch.int64)[:, None, None]
     num_pages = num_run_pages + -(-tail_len // block_size)
 
-    column = torch.arange(int(num_pages.max()), device=offsets.device)
+    if out is None:
+        out = _empty_table(num_layers, num_reqs * num_kv_heads, num_pages)
+
+    column = torch.arange(out.pages.shape[2], device=offsets.device)
     in_run = column < num_run_pages
     head = torch.arange(num_kv_heads, device=offsets.device)[:, None]
     run_page = start + column
@@ -59,12 +65,17 @@ def headwise_page_table(
         tail_start[:, None, None] + column - num_run_pages,
     )
     slot = torch.where(in_run, run_page % num_kv_heads, head)
-    block_index = block_index.masked_fill_(column >= num_pages, 0)
+    used = column < num_pages
+    block_index = block_index.masked_fill_(~used, 0)
     rows = torch.arange(num_reqs, device=offsets.device)[:, None, None]
     pages = block_table.to(torch.int64)[rows, block_index] * num_kv_heads + slot
-    pages.masked_fill_(column >= num_pages, 0)
-    lengths = num_run_pages * block_size + tail_len
-    return PageTable(
-        pages.flatten(1, 2).to(torch.int32).contiguous(),
-        lengths.reshape(num_layers, -1).to(torch.int32),
-    )
+    before = out.pages.view(num_layers, num_reqs, num_kv_heads, -1)
+    out.pages.copy_(torch.where(used, pages, before).flatten(1, 2))
+    out.seq_lens.copy_((num_run_pages * block_size + tail_len).reshape(num_layers, -1))
+    return out
+
+
+def _empty_table(num_layers: int, num_sequences: int, num_pages: torch.Tensor) -> PageTable:
+    """A table as wide as its longest sequence, which is read back from the device."""
+    pages = num_pages.new_zeros(num_layers, num_sequences, int(num_pages.max()), dtype=torch.int32)
+    return PageTable(pages, num_pages.new_zeros(num_layers, num_sequences, dtype=torch.int32))

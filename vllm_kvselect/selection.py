@@ -75,7 +75,7 @@ def mass_mask(attention: torch.Tensor, mass: float, most: int) -> torch.Tensor:
     before = ranked.values.cumsum(dim=-1) - ranked.values
     elsewhere = 1 - ranked.values.sum(dim=-1, keepdim=True)
     taken = before + elsewhere < mass
-    taken[..., most:] = False
+    taken[..., most:].fill_(False)
     return torch.empty_like(taken).scatter_(-1, ranked.indices, taken)
 
 

@@ -27,5 +27,5 @@ def streaming_llm_scores(
     num_kv_heads, num_prompt_tokens, _ = key.shape
     num_scored = num_prompt_tokens - query.shape[0]
     scores = torch.arange(num_scored, dtype=torch.float32, device=key.device)
-    scores[: config.num_sinks] = num_scored
+    scores[: config.num_sinks].fill_(num_scored)
     return scores.expand(num_kv_heads, -1)

@@ -1,0 +1,177 @@
+"""The parts of one layer's selection, ready to be timed, and the table of what they take."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from vllm_kvselect.compaction import gather_entries
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.kernels import cpu
+from vllm_kvselect.methods import METHODS, Twins
+from vllm_kvselect.pruning import needed_value_norms, select_pruned
+from vllm_kvselect.scoring.value_norms import OutputProjection
+from vllm_kvselect.selection import stage_1_mask
+
+BF16 = 2
+
+
+class LayerShape(NamedTuple):
+    """Shape of a layer and its cache.
+
+    Attributes:
+        kv_heads: KV heads.
+        group: Query heads per KV head.
+        head_size: Channels per head.
+        hidden_size: Channels between layers.
+        block_size: Tokens per block.
+    """
+
+    kv_heads: int
+    group: int
+    head_size: int
+    hidden_size: int
+    block_size: int
+
+
+class Part(NamedTuple):
+    """One part of selection.
+
+    Attributes:
+        name: What it computes.
+        run: Computes it.
+        num_bytes: Bytes it cannot avoid to read or write.
+        num_flops: Operations of its matrix products.
+    """
+
+    name: str
+    run: Callable[[], object]
+    num_bytes: int
+    num_flops: int
+
+
+class Machine(NamedTuple):
+    """What a machine can do, measured.
+
+    Attributes:
+        bandwidth: Bytes read and written per second by a large copy.
+        rate: Operations per second of a large product in bfloat16.
+    """
+
+    bandwidth: float
+    rate: float
+
+    def floor(self, part: Part) -> float:
+        """Seconds that a part takes at least."""
+        return max(part.num_bytes / self.bandwidth, part.num_flops / self.rate)
+
+
+def parts(
+    shape: LayerShape, length: int, config: EvictionConfig, twins: Twins, device: str
+) -> list[Part]:
+    """The parts of one layer's selection for a prompt, each with its inputs ready."""
+
+    def fast(reference: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return twins.get(reference, reference)
+
+    method, block_size = METHODS[config.method], shape.block_size
+    query, key, value, projection = layer(shape, length, config.window, twins is cpu.TWINS, device)
+    scale = shape.head_size**-0.5
+    num_packed = max(1, round(config.budget * length) // block_size - 1)
+    num_retained = num_packed * shape.kv_heads * block_size
+    num_tokens = (length - config.window) // block_size * block_size
+    value = value[:, :num_tokens]
+    scores = fast(method.scorer)(query, key, scale, config)[:, :num_tokens]
+    pages = fast(method.allocator)(scores, num_packed, block_size, config)
+    budgets = pages * block_size
+    options = (budgets, num_retained, config.alpha, config.eps)
+    retained = fast(select_pruned)(scores, scores, value, projection, *options)
+    # The reference's norms: the CPU kernel needs somewhat fewer.
+    stage_1 = stage_1_mask(scores, budgets, config.alpha)
+    norms = needed_value_norms(scores, value, projection, stage_1, budgets, config.eps)
+    num_norms = int((norms > 0).sum())
+    entry, row = shape.head_size * BF16, 4 * scores.numel()
+    products = 2 * shape.head_size * shape.kv_heads * shape.group
+    return [
+        Part(
+            "window attention, pooled",
+            lambda: fast(method.scorer)(query, key, scale, config),
+            shape.kv_heads * length * entry + row,
+            products * config.window * length,
+        ),
+        Part(
+            "allocation",
+            lambda: fast(method.allocator)(scores, num_packed, block_size, config),
+            row,
+            0,
+        ),
+        Part(
+            f"two stages, {num_norms / scores.numel():.0%} of the norms",
+            lambda: fast(select_pruned)(scores, scores, value, projection, *options),
+            (value.numel() + projection.weight.numel()) * BF16 + row + 8 * num_retained,
+            # The bounds of all, the projection of those needed.
+            2 * value.numel() * shape.head_size
+            + 2 * num_norms * shape.head_size * shape.group * shape.hidden_size,
+        ),
+        Part(
+            "gathering",
+            lambda: [fast(gather_entries)(part, retained, num_tokens) for part in (key, value)],
+            4 * num_retained * entry,
+            0,
+        ),
+    ]
+
+
+def layer(
+    shape: LayerShape, length: int, window: int, packed: bool, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, OutputProjection]:
+    """Queries of the window, keys and values as the fused projection leaves them, and W_O."""
+    torch.manual_seed(0)
+    heads = shape.kv_heads * (shape.group + 2)
+    fused = torch.randn(length, heads, shape.head_size, device=device)
+    # Values differ in strength, as real ones do.
+    fused *= torch.rand(length, heads, 1, device=device) ** 2
+    sizes = (shape.kv_heads * shape.group, shape.kv_heads, shape.kv_heads)
+    query, key, value = fused.bfloat16().split(sizes, dim=1)
+    weight = torch.randn(
+        shape.kv_heads, shape.head_size, shape.group, shape.hidden_size, device=device
+    )
+    weight = (weight * shape.hidden_size**-0.5).bfloat16()
+    projection = OutputProjection.of(weight)
+    if packed:
+        projection = cpu.pack(projection)
+    return query[-window:], key.transpose(0, 1), value.transpose(0, 1), projection
+
+
+def report(
+    machine: Machine,
+    rows: Iterator[tuple[int, list[tuple[Part, float]], str]],
+) -> None:
+    """Prints a table for people, and one JSON line last.
+
+    Args:
+        machine: The machine's rates.
+        rows: Length, parts with their seconds, and a remark on their sum.
+    """
+    table = Table("tokens", "part", "ms", "floor ms", "of the floor")
+    results = []
+    for length, timed_parts, remark in rows:
+        for part, seconds in timed_parts:
+            floor = machine.floor(part)
+            table.add_row(
+                str(length),
+                part.name,
+                f"{seconds * 1e3:.3f}",
+                f"{floor * 1e3:.3f}",
+                f"{seconds / floor:.1f}x",
+            )
+            results.append([length, part.name, seconds, floor])
+        total = sum(seconds for _, seconds in timed_parts)
+        table.add_row(
+            str(length), "[bold]together", f"[bold]{total * 1e3:.3f}", "", remark, end_section=True
+        )
+    Console().print(table)
+    print(json.dumps({**machine._asdict(), "parts": results}))

@@ -1,0 +1,109 @@
+"""Each part of selection alone on a GPU, against its floor, and as a share of a layer's prefill.
+
+Random tensors in the shape of one layer of an 8B Llama, bfloat16, and the Triton kernels. Events
+time the device; the L2 cache is flushed before every call. The floor of a part is the larger of its
+bytes over the measured copy bandwidth and its multiplications over the measured matrix rate. The
+prefill is that of one layer at the measured matrix rate; in truth it takes longer.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from _selection import LayerShape, Machine, Part, parts, report
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.kernels import cuda
+from vllm_kvselect.methods import NO_TWINS
+
+SHAPE = LayerShape(kv_heads=8, group=4, head_size=128, hidden_size=4096, block_size=16)
+INTERMEDIATE_SIZE = 14336
+QUEUE_CYCLES = 4_000_000
+"""The device waits this long, some 2 ms, while the launches of a part are queued behind it."""
+
+
+def main(
+    lengths: Annotated[str, typer.Option(help="Prompt lengths.")] = "8192,16384,32768,65536,131072",
+    budget: Annotated[float, typer.Option(help="Fraction of the prompt.")] = 0.125,
+    rounds: Annotated[int, typer.Option(min=1, help="Calls of each part; the median.")] = 15,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="The references, which wait for the device.")
+    ] = False,
+) -> None:
+    """Times every part at every length and prints how far it is from its floor."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("there is no GPU; benchmarks/selection.py times the CPU's kernels")
+    twins = NO_TWINS if reference else cuda.TWINS
+    machine = Machine(copy_bandwidth(), matrix_rate())
+    print(
+        f"{torch.cuda.get_device_name()}: copies {machine.bandwidth / 1e12:.2f} TB/s, "
+        f"multiplies {machine.rate / 1e12:.0f} TFLOP/s"
+    )
+    config = EvictionConfig(budget=budget)
+
+    def timed_parts(length: int) -> tuple[int, list[tuple[Part, float]], str]:
+        timed = [
+            (part, median_time(part.run, rounds, guarded=not reference))
+            for part in parts(SHAPE, length, config, twins, "cuda")
+        ]
+        prefill = layer_flops(length) / machine.rate
+        share = sum(seconds for _, seconds in timed) / prefill
+        return length, timed, f"{share:.1%} of prefill"
+
+    report(machine, (timed_parts(length) for length in map(int, lengths.split(","))))
+
+
+def layer_flops(length: int) -> int:
+    """Operations of a layer's prefill: its weights once a token, and causal attention."""
+    query_size = SHAPE.kv_heads * SHAPE.group * SHAPE.head_size
+    attention_weights = 2 * query_size + 2 * SHAPE.kv_heads * SHAPE.head_size
+    weights = SHAPE.hidden_size * (attention_weights + 3 * INTERMEDIATE_SIZE)
+    return 2 * weights * length + 2 * length**2 * query_size
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a copy that no cache holds."""
+    source = torch.ones(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median_time(lambda: target.copy_(source), 9)
+
+
+def matrix_rate() -> float:
+    """Operations per second of a large product in bfloat16."""
+    left, right = torch.randn(2, 8192, 8192, device="cuda").bfloat16()
+    return 2 * 8192**3 / median_time(lambda: left @ right, 9)
+
+
+def median_time(run: Callable[[], object], rounds: int, guarded: bool = False) -> float:
+    """Median seconds of a call on the device, with a cold cache.
+
+    Args:
+        run: The call.
+        rounds: How often it is timed, after a first call that compiles kernels.
+        guarded: Whether it fails if the call waits for the device.
+    """
+    run()
+    flush, times = torch.empty(2**26, device="cuda"), []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        # Launches are queued before the device is free, so that their own time does not show.
+        torch.cuda._sleep(QUEUE_CYCLES)
+        torch.cuda.set_sync_debug_mode("error" if guarded else "default")
+        start.record()
+        run()
+        end.record()
+        torch.cuda.set_sync_debug_mode("default")
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,94 @@
+"""Head-wise page tables in buffers that outlive a graph; `vllm_kvselect/page_table.py`.
+
+One program a sequence writes the pages that it has: the buffers' width costs nothing.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_kvselect import page_table
+from vllm_kvselect.kernels.triton.selection import rows
+from vllm_kvselect.page_table import PageTable
+
+_BLOCK = 256
+"""Pages that a program writes at once."""
+
+
+def headwise_page_table(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    first_packed: torch.Tensor,
+    tail_start: torch.Tensor,
+    offsets: torch.Tensor,
+    block_size: int,
+    out: PageTable | None = None,
+) -> PageTable:
+    """Twin of `page_table.headwise_page_table` for given buffers, whose width is known."""
+    arguments = (block_table, seq_lens, first_packed, tail_start, offsets, block_size)
+    if out is None:
+        return page_table.headwise_page_table(*arguments)
+    block_table, offsets, pages = rows(block_table), rows(offsets), out.pages
+    num_layers, num_reqs, num_offsets = offsets.shape
+    num_kv_heads = num_offsets - 1
+    _pages_kernel[(num_kv_heads, num_reqs, num_layers)](
+        block_table,
+        block_table.stride(0),
+        seq_lens,
+        first_packed,
+        tail_start,
+        offsets,
+        *offsets.stride()[:2],
+        block_size,
+        pages,
+        *pages.stride()[:2],
+        out.seq_lens,
+        out.seq_lens.stride(0),
+        BLOCK=_BLOCK,
+    )
+    return out
+
+
+@triton.jit
+def _pages_kernel(
+    block_table_ptr,
+    block_table_stride,
+    seq_lens_ptr,
+    first_packed_ptr,
+    tail_start_ptr,
+    offsets_ptr,
+    offsets_layer_stride,
+    offsets_req_stride,
+    block_size,
+    pages_ptr,
+    pages_layer_stride,
+    pages_row_stride,
+    lengths_ptr,
+    lengths_layer_stride,
+    BLOCK: tl.constexpr,
+):
+    head, req, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    num_kv_heads, sequence = tl.num_programs(0), req * tl.num_programs(0) + head
+    block_table_ptr += req.to(tl.int64) * block_table_stride
+    offsets_ptr += layer * offsets_layer_stride + req * offsets_req_stride + head
+    start, end = tl.load(offsets_ptr).to(tl.int32), tl.load(offsets_ptr + 1).to(tl.int32)
+    num_run_pages = end - start
+    first_packed = tl.load(first_packed_ptr + req).to(tl.int32)
+    tail_start = tl.load(tail_start_ptr + req).to(tl.int32)
+    tail_len = tl.load(seq_lens_ptr + req).to(tl.int32) - tail_start * block_size
+    length = num_run_pages * block_size + tail_len
+    tl.store(lengths_ptr + layer * lengths_layer_stride + sequence, length)
+    num_pages = tl.cdiv(length, block_size)
+    pages_ptr += layer * pages_layer_stride + sequence.to(tl.int64) * pages_row_stride
+    for first in range(0, num_pages, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        run_page = start + column
+        in_run, used = column < num_run_pages, column < num_pages
+        in_packed, in_tail = (
+            first_packed + run_page // num_kv_heads,
+            tail_start - num_run_pages + column,
+        )
+        index = tl.where(in_run, in_packed, in_tail)
+        block = tl.load(block_table_ptr + index, mask=used, other=0).to(tl.int32)
+        slot = tl.where(in_run, run_page % num_kv_heads, head)
+        tl.store(pages_ptr + column, block * num_kv_heads + slot, mask=used)

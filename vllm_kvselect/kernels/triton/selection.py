@@ -1,0 +1,104 @@
+"""Selection, one program a head; `select` and `stage_1_mask` of `vllm_kvselect/selection.py`."""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_kvselect import selection
+from vllm_kvselect.kernels.triton.ordering import append, find_cut, sortable, take
+
+_LARGEST_BLOCK = 8192
+"""Tokens that a program holds at once: 16 a thread."""
+
+NUM_WARPS = 16
+
+
+def row_block(num_tokens: int) -> int:
+    """Tokens in a tile of programs that each walk a whole row."""
+    power: int = triton.next_power_of_2(num_tokens)
+    return min(_LARGEST_BLOCK, power)
+
+
+def stage_1_mask(scores: torch.Tensor, budgets: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Twin of `selection.stage_1_mask`."""
+    if scores.dtype != torch.float32:
+        return selection.stage_1_mask(scores, budgets, alpha)
+    return best_mask(scores, selection.stage_1_counts(budgets, alpha))
+
+
+def select(scores: torch.Tensor, budgets: torch.Tensor, num_retained: int) -> torch.Tensor:
+    """Twin of `selection.select`."""
+    if scores.dtype != torch.float32:
+        return selection.select(scores, budgets, num_retained)
+    scores, num_heads = rows(scores), scores.shape[0]
+    indices = torch.empty(num_retained, dtype=torch.int64, device=scores.device)
+    _best_indices_kernel[(num_heads,)](
+        scores,
+        scores.stride(0),
+        scores.shape[1],
+        budgets,
+        indices,
+        HEADS=triton.next_power_of_2(num_heads),
+        BLOCK=row_block(scores.shape[1]),
+        num_warps=NUM_WARPS,
+    )
+    return indices
+
+
+def best_mask(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Marks the `counts[head]` best of each head, `[num_heads, num_tokens]` bool."""
+    scores = rows(scores)
+    mask = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
+    _best_mask_kernel[(scores.shape[0],)](
+        scores,
+        scores.stride(0),
+        scores.shape[1],
+        counts,
+        mask,
+        BLOCK=row_block(scores.shape[1]),
+        num_warps=NUM_WARPS,
+    )
+    return mask
+
+
+def rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The kernels read rows of neighbouring elements, at any stride between rows."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+@triton.jit
+def _best_mask_kernel(scores_ptr, stride, num_tokens, counts_ptr, mask_ptr, BLOCK: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    scores_ptr += head * stride
+    count = tl.load(counts_ptr + head).to(tl.int32)
+    cut, num_ties = find_cut(scores_ptr, num_tokens, count, BLOCK)
+    for start in range(0, num_tokens, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        inside = tokens < num_tokens
+        keys = sortable(tl.load(scores_ptr + tokens, mask=inside, other=0.0))
+        taken, num_ties = take(keys, inside, cut, num_ties)
+        tl.store(mask_ptr + head * num_tokens + tokens, taken, mask=inside)
+
+
+@triton.jit
+def _best_indices_kernel(
+    scores_ptr,
+    stride,
+    num_tokens,
+    counts_ptr,
+    indices_ptr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    scores_ptr += head * stride
+    count = tl.load(counts_ptr + head).to(tl.int32)
+    heads = tl.arange(0, HEADS)
+    num_written = tl.sum(tl.load(counts_ptr + heads, mask=heads < head, other=0)).to(tl.int32)
+    cut, num_ties = find_cut(scores_ptr, num_tokens, count, BLOCK)
+    for start in range(0, num_tokens, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        inside = tokens < num_tokens
+        keys = sortable(tl.load(scores_ptr + tokens, mask=inside, other=0.0))
+        taken, num_ties = take(keys, inside, cut, num_ties)
+        num_written = append(indices_ptr, num_written, head * num_tokens + tokens, taken)
