@@ -13,8 +13,11 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvselect.compaction import packed_slots
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.pool import Pool
 from vllm_kvselect.engine.prompts import Prompt, PromptsOf
 from vllm_kvselect.engine.state import RetentionState
+from vllm_kvselect.engine.whole_prompt import PromptChunk, prompt_chunk
+from vllm_kvselect.methods import METHODS
 from vllm_kvselect.page_table import PageTable, headwise_page_table
 from vllm_kvselect.retention import RetentionPlan
 
@@ -73,6 +76,9 @@ class Completion:
         window_tokens: Tokens of this batch that belong to the observation window.
         earlier_queries: Queries of the window's first tokens from earlier chunks,
             `[num_layers, n, num_heads, head_size]`, or None.
+        sums: Scores of the whole prompt, `[num_layers, num_kv_heads, num_prompt_tokens]`, for the
+            methods that sum them up chunk by chunk; else None.
+        pool: Where the layers meet, if they share the packed pages; else None.
     """
 
     eviction: EvictionConfig
@@ -84,6 +90,8 @@ class Completion:
     prompt_tokens: slice | None
     window_tokens: slice
     earlier_queries: torch.Tensor | None
+    sums: torch.Tensor | None
+    pool: Pool | None
 
 
 @dataclass
@@ -124,15 +132,19 @@ class HeadwiseBatch:
     first_packed_blocks: torch.Tensor
     table: PageTable | None
 
-    def page_table(self, offsets: torch.Tensor, block_size: int) -> PageTable:
-        """Page tables for the offsets of some layers, `[num_blocks, num_layers, num_heads + 1]`."""
+    def page_table(
+        self, offsets: torch.Tensor, block_size: int, layers: slice = slice(None)
+    ) -> PageTable:
+        """Page tables of some layers, from the state's offsets of all."""
         return headwise_page_table(
             self.block_table,
             self.seq_lens,
             self.first_packed,
             self.tail_start,
-            offsets[self.first_packed_blocks].transpose(0, 1),
+            offsets[self.first_packed_blocks, layers].transpose(0, 1),
             block_size,
+            len(offsets),
+            layers.start or 0,
         )
 
 
@@ -200,13 +212,15 @@ class Split:
     Attributes:
         stock: The part that vLLM's own call computes; it may have no requests.
         stock_tokens: Its tokens; None stands for the whole batch as it is.
-        completions: Rows to select and pack after that call.
+        prompt_chunks: Chunks to add to their prompts' sums after that call.
+        completions: Rows to select and pack then.
         partial_windows: Queries to keep for a later chunk.
         headwise: Tokens that read retained entries, computed last, or None.
     """
 
     stock: CommonAttentionMetadata
     stock_tokens: Tokens | None
+    prompt_chunks: list[PromptChunk]
     completions: list[Completion]
     partial_windows: list[PartialWindow]
     headwise: HeadwiseBatch | None
@@ -244,20 +258,21 @@ class Splitter:
         rows = self._rows(common)
         block_table = common.block_table_tensor
         windows = self._partial_windows(rows, block_table)
+        chunks = self._prompt_chunks(rows, block_table)
         completing = rows.completing
         settled = np.flatnonzero(rows.stock_lens < rows.query_lens)
-        if not completing.any() and not settled.size and not windows:
+        if not (completing.any() or settled.size or windows or chunks):
             return None
         completions = [
             self._completion(rows, int(row), block_table) for row in np.flatnonzero(completing)
         ]
         if not settled.size:
-            return Split(common, None, completions, windows, None)
+            return Split(common, None, chunks, completions, windows, None)
         headwise = headwise_batch(rows, settled, block_table, self._num_kv_heads)
         if not completing[settled].any():
             headwise.table = headwise.page_table(self._state.offsets, self._block_size)
         stock, stock_tokens = stock_part(rows, common)
-        return Split(stock, stock_tokens, completions, windows, headwise)
+        return Split(stock, stock_tokens, chunks, completions, windows, headwise)
 
     def _rows(self, common: CommonAttentionMetadata) -> Rows:
         query_start = common.query_start_loc_cpu.numpy().astype(np.int64)
@@ -288,6 +303,8 @@ class Splitter:
         earlier = self._state.window(first_packed_block, num_earlier)
         self._state.close_window(first_packed_block)
         self._state.completed.append(prompt)
+        self._state.num_evicted += 1
+        sums, prompt.sums = prompt.sums, None
         return Completion(
             eviction=prompt.eviction,
             plan=retention_plan,
@@ -302,7 +319,45 @@ class Splitter:
             prompt_tokens=slice(start, end) if num_computed == 0 else None,
             window_tokens=slice(max(start, end - window), end),
             earlier_queries=earlier.queries[:, :num_earlier] if earlier else None,
+            sums=sums,
+            pool=self._pool(rows, row),
         )
+
+    def _pool(self, rows: Rows, row: int) -> Pool | None:
+        """Where the layers of a pooled request meet.
+
+        Raises:
+            RuntimeError: If the chunk goes on past the prompt. A layer would have to read what only
+                the last one decides; `PoolScheduler` keeps it from happening.
+        """
+        prompt = rows.prompts[row]
+        if not METHODS[prompt.eviction.method].pooled:
+            return None
+        if rows.seq_lens[row] > prompt.num_tokens:
+            raise RuntimeError(f"a chunk of {prompt.eviction.method} runs past its prompt's end")
+        return Pool(self._state.num_layers)
+
+    def _prompt_chunks(self, rows: Rows, block_table: torch.Tensor) -> list[PromptChunk]:
+        """Chunks of the prompts whose methods need the queries of all their tokens."""
+        chunks = []
+        for row in np.flatnonzero(rows.stock_lens):
+            prompt = rows.prompts[row]
+            if prompt.plan is None:
+                continue
+            start, num_tokens = int(rows.query_start[row]), int(rows.stock_lens[row])
+            first = int(rows.num_computed[row])
+            blocks = block_table[row, : -(-(first + num_tokens) // self._block_size)]
+            chunk = prompt_chunk(
+                prompt,
+                slice(start, start + num_tokens),
+                first,
+                blocks.to(torch.int64),
+                self._state.num_layers,
+                self._num_kv_heads,
+            )
+            if chunk is not None:
+                chunks.append(chunk)
+        return chunks
 
     def _partial_windows(self, rows: Rows, block_table: torch.Tensor) -> list[PartialWindow]:
         """Chunks that end after the window's first token and before the prompt's last."""

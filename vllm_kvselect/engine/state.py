@@ -28,6 +28,9 @@ class RetentionState:
     request: the state needs no request ids, survives reordering of the batch and dies with the
     block.
 
+    `offsets` says where each head's pages start in the run of the request's packed pages, which
+    counts through all layers (`page_table.py`).
+
     `completed` lists the prompts packed since the worker last took it, for its report.
 
     Args:
