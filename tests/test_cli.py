@@ -39,7 +39,6 @@ def test_methods_lists_the_registry() -> None:
         assert method.paper in result.stdout
         assert method.cost in result.stdout
         assert method.limits in result.stdout
-        assert (method.unserved or "") in result.stdout
 
 
 def test_tiny_model_prints_the_folder_and_nothing_else() -> None:

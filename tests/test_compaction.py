@@ -25,12 +25,15 @@ from tests.strategies import (
 from vllm_kvselect.compaction import (
     gather_from_blocks,
     packed_slots,
+    pool_slots,
+    retained_slots,
     run_pages,
     scatter_entries,
 )
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.methods import retain
+from vllm_kvselect.methods import METHODS, retain, retain_pool, score_layer
 from vllm_kvselect.page_table import PageTable, headwise_page_table
+from vllm_kvselect.ranking import Candidates
 from vllm_kvselect.retention import RetentionPlan, plan
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
@@ -96,6 +99,39 @@ def test_slots_do_not_overflow_with_int32_block_ids(dtype: torch.dtype) -> None:
     assert slots.tolist() == list(range(2**36, 2**36 + 8 * 64))
 
 
+@many
+@given(st.data(), block_ids, kv_heads, st.sampled_from((1, 4, 16)), st.integers(1, 3))
+def test_slots_of_a_pool_are_those_of_its_layers_one_after_the_other(
+    data: st.DataObject, blocks: list[int], num_kv_heads: int, block_size: int, num_layers: int
+) -> None:
+    num_blocks = 501
+    expected = [
+        ((layer * num_blocks + block) * num_kv_heads + slot) * block_size + offset
+        for layer in range(num_layers)
+        for block in blocks
+        for slot in range(num_kv_heads)
+        for offset in range(block_size)
+    ]
+    cache = (num_kv_heads, block_size)
+    assert pool_slots(torch.tensor(blocks), *cache, num_layers, num_blocks).tolist() == expected
+    # A prompt in these very blocks: entries are where vLLM wrote them.
+    num_tokens = len(blocks) * block_size
+    places = st.tuples(
+        st.integers(0, num_layers - 1),
+        st.integers(0, num_kv_heads - 1),
+        st.integers(0, num_tokens - 1),
+    )
+    retained = data.draw(st.lists(places, min_size=1, max_size=5))
+    flat = [(layer * num_kv_heads + head) * num_tokens + token for layer, head, token in retained]
+    expected = [
+        ((layer * num_blocks + blocks[token // block_size]) * num_kv_heads + head) * block_size
+        + token % block_size
+        for layer, head, token in retained
+    ]
+    args = torch.tensor(flat), num_tokens, torch.tensor(blocks)
+    assert retained_slots(*args, *cache, num_blocks).tolist() == expected
+
+
 # --- a toy paged cache, end to end ----------------------------------------------------------------
 
 
@@ -145,6 +181,10 @@ class ToyCache:
         num_prompt_tokens, num_kv_heads = shape.num_prompt_tokens, shape.num_kv_heads
         num_tokens = planned.tail_start * self.block_size
         packed = prompt.blocks[planned.first_packed : planned.tail_start]
+        if METHODS[config.method].pooled:
+            self.compact_pool(prompt, config, torch.tensor(packed), num_tokens)
+            self.free_blocks(prompt, planned.first_packed)
+            return
         for memory, layer in zip(self.memory, prompt.layers, strict=True):
             retention = retain(
                 layer.query,
@@ -167,17 +207,50 @@ class ToyCache:
             one_head[targets] = one_head[torch.tensor(sources)]
             prompt.retained.append(set(entries))
             prompt.pages.append(retention.offsets.diff().tolist())
-        for index in range(planned.first_packed):
+        self.free_blocks(prompt, planned.first_packed)
+
+    def compact_pool(
+        self, prompt: Prompt, config: EvictionConfig, packed: torch.Tensor, num_tokens: int
+    ) -> None:
+        """The same for layers that share the packed pages: one cache of as many heads."""
+        assert prompt.plan is not None
+        num_layers, num_blocks, num_heads = self.memory.shape[:3]
+        candidates = [
+            score_layer(
+                layer.query,
+                layer.key[:, : prompt.shape.num_prompt_tokens],
+                layer.value[:, :num_tokens],
+                OutputProjection.of(layer.output_projection),
+                prompt.shape.scale,
+                config,
+                index,
+            )
+            for index, layer in enumerate(prompt.layers)
+        ]
+        stacked = Candidates.stack(candidates)
+        retention = retain_pool(stacked, prompt.plan.num_packed, self.block_size, config)
+        one_head = self.memory.view(-1, self.memory.shape[-1])
+        blocks = torch.tensor(prompt.blocks)
+        cache = (num_heads, self.block_size)
+        sources = retained_slots(retention.retained, num_tokens, blocks, *cache, num_blocks)
+        targets = pool_slots(packed, *cache, num_layers, num_blocks)
+        one_head[targets] = one_head[sources]
+        flat = [divmod(index, num_tokens) for index in retention.retained.tolist()]
+        for layer, pages in enumerate(retention.offsets.diff().view(num_layers, -1).tolist()):
+            own = {(o % num_heads, token) for o, token in flat if o // num_heads == layer}
+            prompt.retained.append(own)
+            prompt.pages.append(pages)
+
+    def free_blocks(self, prompt: Prompt, num_freed: int) -> None:
+        for index in range(num_freed):
             self.memory[:, prompt.blocks[index]] = torch.nan
             self.free.append(prompt.blocks[index])
             prompt.blocks[index] = 0
 
-    def walk(
-        self, layer: int, pages: torch.Tensor, length: int
-    ) -> list[tuple[oracle.Vector, oracle.Vector]]:
+    def walk(self, pages: torch.Tensor, length: int) -> list[tuple[oracle.Vector, oracle.Vector]]:
         """Entries of one sequence of the one-head view, as a paged attention kernel reads them."""
         sizes = self.memory.shape
-        one_head = self.memory[layer].view(sizes[1] * sizes[2], sizes[3], sizes[4])
+        one_head = self.memory.view(-1, sizes[3], sizes[4])
         entries: list[tuple[oracle.Vector, oracle.Vector]] = []
         for index in range(length):
             page, offset = int(pages[index // self.block_size]), index % self.block_size
@@ -186,7 +259,9 @@ class ToyCache:
         return entries
 
 
-def page_table(prompts: list[Prompt], seq_lens: list[int], num_layers: int) -> PageTable:
+def page_table(
+    prompts: list[Prompt], seq_lens: list[int], num_layers: int, num_blocks: int
+) -> PageTable:
     """Page tables of the batch; a prompt without a plan has no packed blocks at all."""
     num_kv_heads = prompts[0].shape.num_kv_heads
     width = max(len(prompt.blocks) for prompt in prompts)
@@ -194,8 +269,10 @@ def page_table(prompts: list[Prompt], seq_lens: list[int], num_layers: int) -> P
     rows = [prompt.blocks + [2**31 - 1] * (width - len(prompt.blocks)) for prompt in prompts]
     offsets = torch.zeros(num_layers, len(prompts), num_kv_heads + 1, dtype=torch.int32)
     for row, prompt in enumerate(prompts):
+        num_handed_out = 0
         for layer, pages in enumerate(prompt.pages):
-            offsets[layer, row, 1:] = torch.tensor(pages).cumsum(0)
+            ends = num_handed_out + torch.tensor([0, *pages]).cumsum(0)
+            offsets[layer, row], num_handed_out = ends, int(ends[-1])
     return headwise_page_table(
         torch.tensor(rows, dtype=torch.int32),
         torch.tensor(seq_lens, dtype=torch.int32),
@@ -203,6 +280,7 @@ def page_table(prompts: list[Prompt], seq_lens: list[int], num_layers: int) -> P
         torch.tensor([p.plan.tail_start if p.plan else 0 for p in prompts]),
         offsets,
         prompts[0].shape.block_size,
+        num_blocks,
     )
 
 
@@ -245,7 +323,7 @@ def check_end_to_end(
         seq_lens = [prompt.shape.num_prompt_tokens + step + 1 for prompt in prompts]
         for prompt, seq_len in zip(prompts, seq_lens, strict=True):
             cache.write(prompt, seq_len - 1)
-        table = page_table(prompts, seq_lens, num_layers)
+        table = page_table(prompts, seq_lens, num_layers, num_blocks)
         for row, (prompt, seq_len) in enumerate(zip(prompts, seq_lens, strict=True)):
             for layer in range(num_layers):
                 check_decode(cache, table, prompt, row, layer, seq_len, random)
@@ -268,7 +346,7 @@ def check_decode(
     for head in range(shape.num_kv_heads):
         sequence = row * shape.num_kv_heads + head
         length = int(table.seq_lens[layer, sequence])
-        entries.append(cache.walk(layer, table.pages[layer, sequence], length))
+        entries.append(cache.walk(table.pages[layer, sequence], length))
         tokens = [token for owner, token in sorted(retained) if owner == head]
         tokens += range(prompt.first_cached(), seq_len)
         expected.append([(key[head][token], value[head][token]) for token in tokens])
@@ -305,7 +383,7 @@ def test_decode_reads_exactly_the_retained_entries(
 @given(seed=seeds)
 def test_every_method_decodes_what_it_retained(case: MethodCase, seed: int) -> None:
     shape = Shape(3, 2, 8, 4, 3, 30, 1)
-    check_end_to_end(case, ([shape, Shape(3, 2, 8, 4, 3, 23, 1)], 1, 11), seed % 1000, 3)
+    check_end_to_end(case, ([shape, Shape(3, 2, 8, 4, 3, 23, 1)], 2, 11), seed % 1000, 3)
 
 
 def test_a_head_without_a_page_still_attends_to_the_tail() -> None:
@@ -325,6 +403,6 @@ def test_a_head_without_a_page_still_attends_to_the_tail() -> None:
     assert prompt.pages == [[0, 4]]
     for seq_len in range(32, 36):
         cache.write(prompt, seq_len - 1)
-        table = page_table([prompt], [seq_len], 1)
+        table = page_table([prompt], [seq_len], 1, 12)
         assert table.seq_lens.tolist() == [[seq_len - 28, seq_len - 28 + 16]]
         check_decode(cache, table, prompt, 0, 0, seq_len, random)

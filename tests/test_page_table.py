@@ -1,5 +1,6 @@
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 from tests import oracle
 from tests.strategies import kv_heads, many
 from vllm_kvselect.page_table import PageTable, headwise_page_table
+
+NUM_BLOCKS = 200
 
 
 @dataclass
@@ -23,22 +26,29 @@ class Batch:
     tail_start: list[int]
     pages: list[list[list[int]]]  # [layer][request][head]
 
-    def table(self, integers: torch.dtype = torch.int32) -> PageTable:
+    def table(self, integers: torch.dtype = torch.int32, layers: slice = slice(None)) -> PageTable:
         """The table under test."""
-        return headwise_page_table(*self.inputs(integers), self.block_size)
+        return headwise_page_table(*self.inputs(integers, layers))
 
-    def inputs(self, integers: torch.dtype = torch.int32) -> tuple[torch.Tensor, ...]:
+    def inputs(
+        self, integers: torch.dtype = torch.int32, layers: slice = slice(None)
+    ) -> tuple[Any, ...]:
         """What a table is built of; unused columns of the block table hold anything."""
         width = max(len(blocks) for blocks in self.blocks) + 2
         stale = [blocks + [987_654_321] * (width - len(blocks)) for blocks in self.blocks]
-        runs = torch.tensor(self.pages)
-        offsets = torch.nn.functional.pad(runs.cumsum(-1), (1, 0))
+        # [layer][request][head] -> ends of the runs, counted through the layers of a request
+        runs = torch.tensor(self.pages).transpose(0, 1).flatten(1)
+        ends = torch.nn.functional.pad(runs.cumsum(-1), (1, 0))
+        offsets = ends.unfold(1, self.num_kv_heads + 1, self.num_kv_heads).transpose(0, 1)
         return (
             torch.tensor(stale, dtype=torch.int32),
             torch.tensor(self.seq_lens, dtype=integers),
             torch.tensor(self.first_packed, dtype=integers),
             torch.tensor(self.tail_start, dtype=integers),
-            offsets.to(integers),
+            offsets[layers].to(integers),
+            self.block_size,
+            NUM_BLOCKS,
+            layers.start or 0,
         )
 
     def buffers(self, more: int) -> PageTable:
@@ -58,9 +68,11 @@ class Batch:
                 self.seq_lens[request],
                 self.first_packed[request],
                 self.tail_start[request],
-                self.pages[layer][request],
+                [of_layer[request] for of_layer in self.pages],
+                layer,
                 head,
                 self.block_size,
+                NUM_BLOCKS,
             )
             for request, blocks in enumerate(self.blocks)
             for head in range(self.num_kv_heads)
@@ -69,7 +81,9 @@ class Batch:
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Requests with and without packed blocks; sequence lengths at and next to block borders."""
+    """Requests with and without packed blocks, of pools and of single layers; sequence lengths at
+    and next to block borders.
+    """
     num_kv_heads, block_size = draw(kv_heads), draw(st.sampled_from((1, 4, 16)))
     num_reqs, num_layers = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     batch = Batch(block_size, num_kv_heads, [], [], [], [], [[] for _ in range(num_layers)])
@@ -88,12 +102,14 @@ def batches(draw: st.DrawFn) -> Batch:
         batch.seq_lens.append((tail_start + num_tail - 1) * block_size + in_last)
         batch.first_packed.append(first_packed)
         batch.tail_start.append(tail_start)
-        num_pages = num_packed * num_kv_heads
-        for layer in batch.pages:
-            size = num_kv_heads - 1
-            borders = st.lists(st.integers(0, num_pages), min_size=size, max_size=size)
+        is_pooled = draw(st.booleans())
+        for layers in [batch.pages] if is_pooled else [[layer] for layer in batch.pages]:
+            num_pages, size = num_packed * num_kv_heads * len(layers), num_kv_heads * len(layers)
+            borders = st.lists(st.integers(0, num_pages), min_size=size - 1, max_size=size - 1)
             cuts = [0, *sorted(draw(borders)), num_pages]
-            layer.append([end - start for start, end in pairwise(cuts)])
+            counts = [end - start for start, end in pairwise(cuts)]
+            for index, layer in enumerate(layers):
+                layer.append(counts[index * num_kv_heads : (index + 1) * num_kv_heads])
     return batch
 
 
@@ -118,7 +134,7 @@ def test_pages_and_lengths_equal_the_oracle(batch: Batch, integers: torch.dtype)
 def test_buffers_hold_the_same_and_what_is_past_it_stays(batch: Batch, more: int) -> None:
     expected, buffers = batch.table(), batch.buffers(more)
     out = PageTable(*(part[:, :-1] for part in buffers))
-    assert headwise_page_table(*batch.inputs(), batch.block_size, out) is out
+    assert headwise_page_table(*batch.inputs(), out) is out
     assert torch.equal(out.seq_lens, expected.seq_lens)
     width = expected.pages.shape[2]
     used = torch.arange(width) * batch.block_size < expected.seq_lens[..., None]
@@ -131,24 +147,34 @@ def test_buffers_hold_the_same_and_what_is_past_it_stays(batch: Batch, more: int
 @many
 @given(batches())
 def test_no_page_is_read_twice_or_from_the_null_block(batch: Batch) -> None:
-    table = batch.table()
+    table, used = batch.table(), []
     for pages, lengths in zip(table.pages, table.seq_lens, strict=True):
-        used = []
         for row, length in zip(pages.tolist(), lengths.tolist(), strict=True):
             used += row[: -(-length // batch.block_size)]
-        assert len(used) == len(set(used))
-        assert min(used) >= batch.num_kv_heads
+    assert len(used) == len(set(used))
+    assert all(page // batch.num_kv_heads % NUM_BLOCKS for page in used)
+
+
+@many
+@given(batches())
+def test_layers_alone_are_the_same_as_all_together(batch: Batch) -> None:
+    table = batch.table()
+    for layer in range(len(batch.pages)):
+        alone = batch.table(layers=slice(layer, layer + 1))
+        width = alone.pages.shape[2]
+        assert torch.equal(alone.pages[0], table.pages[layer, :, :width])
+        assert not table.pages[layer, :, width:].any()
+        assert torch.equal(alone.seq_lens[0], table.seq_lens[layer])
 
 
 @many
 @given(batches())
 def test_all_but_the_dropped_tokens_are_there(batch: Batch) -> None:
     """A packed block holds as many entries as before, so only the freed blocks' are missing."""
-    lengths = batch.table().seq_lens.view(len(batch.pages), -1, batch.num_kv_heads).sum(-1)
-    for layer in lengths.tolist():
-        for request, length in enumerate(layer):
-            num_dropped = batch.first_packed[request] * batch.block_size
-            assert length == batch.num_kv_heads * (batch.seq_lens[request] - num_dropped)
+    lengths = batch.table().seq_lens.view(len(batch.pages), -1, batch.num_kv_heads)
+    for request, length in enumerate(lengths.sum(dim=(0, 2)).tolist()):
+        num_retained = batch.seq_lens[request] - batch.first_packed[request] * batch.block_size
+        assert length == len(batch.pages) * batch.num_kv_heads * num_retained
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3])

@@ -44,6 +44,14 @@ def test_stacked_layers_are_ranked_like_each_alone() -> None:
             assert torch.equal(layer, ranking(alone, 1, EvictionConfig()))
 
 
+def test_stacked_weights_take_no_memory_of_their_own_where_they_are_the_scores() -> None:
+    layer = candidates()
+    stacked = Candidates.stack([layer, layer._replace(weights=layer.scores)])
+    assert torch.equal(stacked.weights, torch.stack([layer.weights, layer.scores]))
+    same = Candidates.stack([layer._replace(weights=layer.scores)] * 2)
+    assert same.weights is same.scores
+
+
 def test_norms_are_needed_where_they_count() -> None:
     without = candidates()._replace(norms=None)
     for ranking in (by_bound, by_defence):

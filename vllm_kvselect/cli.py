@@ -72,8 +72,7 @@ def methods_command() -> None:
     table = Table("method", "retains", "cost per layer", "limits", "published in", show_lines=True)
     table.columns[0].no_wrap = True
     for name, method in METHODS.items():
-        refusal = f"; not served yet: {method.unserved}" if method.unserved else ""
-        table.add_row(name, method.summary, method.cost, method.limits + refusal, method.paper)
+        table.add_row(name, method.summary, method.cost, method.limits, method.paper)
     Console().print(table)
 
 

@@ -49,6 +49,58 @@ def packed_slots(packed_blocks: torch.Tensor, num_kv_heads: int, block_size: int
     return (pages[:, None] * block_size + offsets).flatten()
 
 
+def pool_slots(
+    packed_blocks: torch.Tensor,
+    num_kv_heads: int,
+    block_size: int,
+    num_layers: int,
+    num_blocks: int,
+) -> torch.Tensor:
+    """Slot of every entry that the layers of a pool retain, in the memory of all layers.
+
+    Args:
+        packed_blocks: Block ids, `[num_packed]`.
+        num_kv_heads: KV heads per block and layer.
+        block_size: Entries per page.
+        num_layers: Layers of the pool.
+        num_blocks: Blocks of the cache; block `b` of layer `l` is block `l * num_blocks + b` there.
+
+    Returns:
+        `[num_layers * num_packed * num_kv_heads * block_size]` int64: the slots of `packed_slots`,
+        layer after layer.
+    """
+    layers = torch.arange(num_layers, dtype=torch.int64, device=packed_blocks.device)
+    blocks = layers[:, None] * num_blocks + packed_blocks
+    return packed_slots(blocks.flatten(), num_kv_heads, block_size)
+
+
+def retained_slots(
+    retained: torch.Tensor,
+    num_competing: int,
+    blocks: torch.Tensor,
+    num_kv_heads: int,
+    block_size: int,
+    num_blocks: int,
+) -> torch.Tensor:
+    """Slot of every retained entry before it is moved, in the memory of all layers.
+
+    Args:
+        retained: Flat indices `(layer * num_kv_heads + head) * num_competing + token`, `[n]` int64.
+        num_competing: Tokens before the tail, a multiple of `block_size`.
+        blocks: Block ids of the prompt, int64.
+        num_kv_heads: KV heads per block and layer.
+        block_size: Entries per page.
+        num_blocks: Blocks of the cache.
+
+    Returns:
+        `[n]` int64.
+    """
+    owner, token = retained // num_competing, retained % num_competing
+    layer, head = owner // num_kv_heads, owner % num_kv_heads
+    block = layer * num_blocks + blocks[token // block_size]
+    return (block * num_kv_heads + head) * block_size + token % block_size
+
+
 def read_pages(cache: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Reads whole pages, or parts of them, in an order of one's own.
 

@@ -54,8 +54,9 @@ class EvictionConfig(BaseModel):
 
     Attributes:
         method: Scorer and allocator, a key of `vllm_kvselect.methods.METHODS`; `none` is stock.
-        budget: Entries retained per KV head per layer, averaged over a layer's heads, observation
-            window included. An `int` counts entries, a `float` is a fraction of the prompt.
+        budget: Entries retained per KV head per layer, averaged over a layer's heads, or over those
+            of all layers that share pages; observation window included. An `int` counts entries, a
+            `float` is a fraction of the prompt.
         window: Observation window in tokens: the last prompt tokens, whose queries score the
             entries before them. Always retained.
         kernel_size: Width of the pooling of the scores along the tokens (SnapKV, section 4).

@@ -28,11 +28,10 @@ class Candidates(NamedTuple):
     def stack(cls, layers: Sequence[Self]) -> Self:
         """Stacks layers in order: `[num_layers, num_kv_heads, num_tokens]`."""
         norms = [layer.norms for layer in layers if layer.norms is not None]
-        return cls(
-            torch.stack([layer.scores for layer in layers]),
-            torch.stack([layer.weights for layer in layers]),
-            torch.stack(norms) if norms else None,
-        )
+        scores = weights = torch.stack([layer.scores for layer in layers])
+        if any(layer.weights is not layer.scores for layer in layers):
+            weights = torch.stack([layer.weights for layer in layers])
+        return cls(scores, weights, torch.stack(norms) if norms else None)
 
 
 def by_score(candidates: Candidates, even: int, config: EvictionConfig) -> torch.Tensor:

@@ -80,10 +80,17 @@ class Engine:
         ]
 
     def generate_alone(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 32
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 32,
+        extra_args: Sequence[dict[str, Any] | None] | None = None,
     ) -> list[Answer]:
         """Greedy answers to the prompts, one after the other."""
-        return [self.generate([prompt], max_tokens)[0] for prompt in prompts]
+        settings = extra_args or [None] * len(prompts)
+        return [
+            self.generate([prompt], max_tokens, [own])[0]
+            for prompt, own in zip(prompts, settings, strict=True)
+        ]
 
     def outputs(
         self,

@@ -25,7 +25,7 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
         block_size=block_size,
         num_spare_blocks=draw(st.integers(0, 16)),
         eviction=EvictionConfig(
-            method="adakv",
+            method=draw(st.sampled_from(("adakv", "adakv", "adakv", "layer-thetakv", "h2o"))),
             window=window,
             budget=draw(st.sampled_from((entries, entries, entries, 0.3))),
         ),
@@ -143,5 +143,7 @@ class BlockAccounting(RuleBasedStateMachine):
             worker = self.server.worker
             self.seen["completions"] += worker.num_completions
             self.seen["reads of retained entries"] += worker.num_headwise
+            self.seen["whole prompts summed"] += worker.num_whole_prompts
+            self.seen["pools packed"] += worker.num_pools
             self.seen["resumed past the prompt"] += worker.num_resumed_past_prompt
             self.seen["windows in several chunks"] += worker.num_windows_in_chunks

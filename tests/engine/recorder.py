@@ -38,12 +38,20 @@ class Recorder:
             for name, tensor in tensors.items():
                 self._parts[key][name].append(tensor[starts[row] : starts[row + 1]].clone())
 
+    def retain(
+        self, completion: Any, layer: int, retained: torch.Tensor, num_heads: int, num_tokens: int
+    ) -> None:
+        pairs = {divmod(index, num_tokens) for index in retained.tolist()}
+        assert all(head < num_heads for head, _ in pairs)
+        self.retained[completion.num_prompt_tokens, layer] = pairs
+
 
 @contextmanager
 def recording(engine: Engine) -> Iterator[Recorder]:
     """Records while open; prompts must have different lengths, which tell requests apart."""
     recorder, runner = Recorder(), engine.worker.model_runner
     forward, retain = HeadwiseCPUAttentionImpl.forward, HeadwiseCPUAttentionImpl._retain
+    retain_pool = HeadwiseCPUAttentionImpl._retain_pool
 
     def forward_recorded(
         self: Any,
@@ -63,13 +71,20 @@ def recording(engine: Engine) -> Iterator[Recorder]:
 
     def retain_recorded(self: Any, query: Any, key: Any, value: Any, completion: Any) -> Any:
         result = retain(self, query, key, value, completion)
-        num_tokens = value.shape[1]
-        recorder.retained[completion.num_prompt_tokens, self._layer_index] = {
-            divmod(index, num_tokens) for index in result.retained.tolist()
-        }
+        recorder.retain(completion, self._layer_index, result.retained, *value.shape[:2])
+        return result
+
+    def retain_pool_recorded(self: Any, candidates: Any, completion: Any) -> Any:
+        result = retain_pool(self, candidates, completion)
+        num_layers, num_heads, num_tokens = candidates.scores.shape
+        of_layer = result.retained // (num_heads * num_tokens)
+        for layer in range(num_layers):
+            own = result.retained[of_layer == layer] - layer * num_heads * num_tokens
+            recorder.retain(completion, layer, own, num_heads, num_tokens)
         return result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeadwiseCPUAttentionImpl, "forward", forward_recorded)
         patch.setattr(HeadwiseCPUAttentionImpl, "_retain", retain_recorded)
+        patch.setattr(HeadwiseCPUAttentionImpl, "_retain_pool", retain_pool_recorded)
         yield recorder

@@ -31,7 +31,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.engine.tagged_worker import NUM_KV_HEADS, TaggedWorker, retained_blocks
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.integrity import find_violations
+from vllm_kvselect.engine.pool_scheduler import PoolAsyncScheduler, PoolScheduler
 from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.methods import METHODS
 from vllm_kvselect.tiny_model import tiny_model
 
 MAX_MODEL_LEN = 160
@@ -127,7 +129,7 @@ class Server:
         settings: What the server is started with.
         seed: Shuffles the rows of its batches.
         seen: Counts what happens.
-        scheduler_class: vLLM's own by default.
+        scheduler_class: By default vLLM's own, or the one that a pool needs.
     """
 
     def __init__(
@@ -139,6 +141,8 @@ class Server:
     ) -> None:
         self.settings, self.seen = settings, Counter() if seen is None else seen
         stock = AsyncScheduler if settings.async_scheduling else Scheduler
+        if METHODS[settings.eviction.method].pooled:
+            stock = PoolAsyncScheduler if settings.async_scheduling else PoolScheduler
         self.scheduler = make_scheduler(settings, scheduler_class or stock)
         self.worker = TaggedWorker(
             settings.eviction,
@@ -276,6 +280,8 @@ class Server:
             cap = request.num_tokens - 1
             if retained:
                 cap = retained.num_freed * self.settings.block_size
+                if self.settings.eviction.method == "h2o":
+                    cap = 0
             if num_tokens % self.settings.block_size or num_tokens > cap:
                 raise LostError(f"{request_id} hits {num_tokens} tokens of at most {cap}")
             self.seen["hits"] += num_tokens > 0

@@ -16,7 +16,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_kvselect.compaction import packed_slots
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, Split, Splitter
 from vllm_kvselect.engine.prompts import LivePrompts
@@ -33,11 +32,6 @@ class WrongEntryError(AssertionError):
 def require(condition: object, *explanation: object) -> None:
     if not condition:
         raise WrongEntryError(" ".join(map(str, explanation)))
-
-
-def blocks_of(completion: Completion) -> torch.Tensor:
-    """Blocks of the prompt, `[num_blocks]`."""
-    return completion.pages[0] // NUM_KV_HEADS
 
 
 @dataclass(frozen=True)
@@ -130,7 +124,7 @@ class TaggedWorker:
         self._max_windows, self._num_windows = max_num_seqs, 0
         self._opened: dict[str, int] = {}
         self.num_completions = self.num_headwise = self.num_resumed_past_prompt = 0
-        self.num_windows_in_chunks = 0
+        self.num_windows_in_chunks = self.num_whole_prompts = self.num_pools = 0
 
     # The batch
 
@@ -215,13 +209,15 @@ class TaggedWorker:
         common = self._metadata(query_start)
         split = self.splitter.split(common)
         if split is None:
-            split = Split(common, None, [], [], None)
+            split = Split(common, None, [], [], [], None)
         self._read_stock(split)
         tokens = [row.tags[row.num_computed : row.seq_len] for row in self.rows]
         queries = torch.from_numpy(np.concatenate(tokens))
         for partial in split.partial_windows:
             partial.queries[:] = queries[partial.tokens][:, None, None]
             self.num_windows_in_chunks += 1
+        for chunk in split.prompt_chunks:
+            chunk.sums[:, :, chunk.first_position : chunk.end] += queries[chunk.tokens]
         self._note_windows()
         self._complete(split, queries)
         self._read_headwise(split.headwise, queries)
@@ -278,9 +274,18 @@ class TaggedWorker:
             if row.retained and row.num_computed < row.num_prompt_tokens <= row.seq_len
         ]
         for row, completion in zip(rows, split.completions, strict=True):
-            self._check_window(row, completion, queries)
-            self._compare(row, blocks_of(completion).numpy(), row.num_prompt_tokens, "selection")
+            self._check_queries(row, completion, queries)
+            self._compare(row, completion.blocks.numpy(), row.num_prompt_tokens, "selection")
             self._pack(row, completion)
+
+    def _check_queries(self, row: Row, completion: Completion, queries: torch.Tensor) -> None:
+        if completion.sums is None:
+            self._check_window(row, completion, queries)
+            return
+        # Each of the prompt's queries was added once, to the sums of the right request.
+        expected = np.broadcast_to(row.tags[: row.num_prompt_tokens], completion.sums.shape)
+        require(np.array_equal(completion.sums, expected), row.request_id, "sums other queries")
+        self.num_whole_prompts += 1
 
     def _check_window(self, row: Row, completion: Completion, queries: torch.Tensor) -> None:
         window = self.eviction.window
@@ -300,26 +305,36 @@ class TaggedWorker:
     def _pack(self, row: Row, completion: Completion) -> None:
         assert row.retained
         num_freed, tail_start = row.retained.num_freed, row.retained.tail_start
-        num_pages = (tail_start - num_freed) * NUM_KV_HEADS
-        slots = packed_slots(
-            blocks_of(completion)[num_freed:tail_start], NUM_KV_HEADS, self.block_size
-        )
         # Deterministic, as selection is: a resumed request retains what it retained before.
         random = Random(f"{row.request_id} retains")
         row.packed = []
-        for layer, codes in enumerate(CODES):
-            cuts = sorted(random.randint(0, num_pages) for _ in range(NUM_KV_HEADS - 1))
-            offsets = [0, *cuts, num_pages]
-            row.packed.append([])
-            for code, start, end in zip(codes, offsets, offsets[1:], strict=False):
+        num_handed_out = 0
+        self.num_pools += completion.pool is not None
+        packed = completion.blocks[num_freed:tail_start].tolist()
+        # One run of pages for all layers, or one for each.
+        for layers in (
+            [[*range(NUM_LAYERS)]] if completion.pool else [[i] for i in range(NUM_LAYERS)]
+        ):
+            codes = CODES[layers].flatten()
+            num_pages = len(packed) * len(codes)
+            cuts = sorted(random.randint(0, num_pages) for _ in range(len(codes) - 1))
+            entries = []
+            for code, start, end in zip(codes, [0, *cuts], [*cuts, num_pages], strict=True):
                 # More pages than the tokens before the tail could fill are the head's no longer.
                 chosen = random.choices(
                     range(tail_start * self.block_size), k=(end - start) * self.block_size
                 )
-                row.packed[-1].append(row.tags[sorted(chosen)] * CODES.size + code)
-            self.cache[layer].reshape(-1)[slots.numpy()] = np.concatenate(row.packed[-1])
-            offsets_of = self.state.offsets[completion.first_packed_block, layer]
-            offsets_of.copy_(torch.tensor(offsets))
+                entries.append(row.tags[sorted(chosen)] * CODES.size + code)
+            row.packed += [
+                entries[i : i + NUM_KV_HEADS] for i in range(0, len(codes), NUM_KV_HEADS)
+            ]
+            pages = np.concatenate(entries).reshape(len(layers), len(packed), NUM_KV_HEADS, -1)
+            for layer, of_layer in zip(layers, pages, strict=True):
+                self.cache[layer, packed] = of_layer
+            ends = num_handed_out + torch.tensor([0, *cuts, num_pages])
+            offsets = self.state.offsets[completion.first_packed_block, layers[0] : layers[-1] + 1]
+            offsets.copy_(ends.unfold(0, NUM_KV_HEADS + 1, NUM_KV_HEADS))
+            num_handed_out += num_pages
         self.num_completions += 1
 
     def _read_headwise(self, batch: HeadwiseBatch | None, queries: torch.Tensor) -> None:
@@ -331,6 +346,7 @@ class TaggedWorker:
         table = batch.table or batch.rows.page_table(self.state.offsets, self.block_size)
         lengths = table.seq_lens.view(NUM_LAYERS, len(rows), NUM_KV_HEADS).numpy()
         pages = table.pages.view(NUM_LAYERS, len(rows), NUM_KV_HEADS, -1).numpy()
+        cache = self.cache.reshape(-1, self.block_size)
         asked = []
         for index, row in enumerate(rows):
             self.num_headwise += 1
@@ -338,7 +354,6 @@ class TaggedWorker:
             past = row.tags[max(row.num_computed, row.num_prompt_tokens) : row.seq_len]
             asked += [past * NUM_KV_HEADS + head for head in range(NUM_KV_HEADS)]
             for layer in range(NUM_LAYERS):
-                cache = self.cache[layer].reshape(-1, self.block_size)
                 for head in range(NUM_KV_HEADS):
                     read = cache[pages[layer, index, head]].reshape(-1)
                     length = lengths[layer, index, head]

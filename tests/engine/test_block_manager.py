@@ -168,8 +168,9 @@ def test_every_request_is_planned_with_its_own_settings() -> None:
         {"kv_eviction_budget": 128},
         {"kv_eviction": "snapkv", "kv_eviction_budget": 0.5},
         {"kv_eviction": "none"},
+        {"kv_eviction": "pyramidkv"},
     ]
-    budgets = [64, 128, 0.5, None]
+    budgets = [64, 128, 0.5, None, 64]
     for number, (extra_args, budget) in enumerate(zip(settings, budgets, strict=True)):
         prompt = list(range(1000 * number, 1000 * number + 300))
         request = cache.request(f"r{number}", prompt, **extra_args)
@@ -188,6 +189,20 @@ def test_every_request_is_planned_with_its_own_settings() -> None:
         cache.check()
     assert cache.num_free == NUM_BLOCKS - 1
     assert not cache.manager._plans
+
+
+def test_where_every_query_is_needed_nothing_comes_from_the_prefix_cache() -> None:
+    cache = Cache(EvictionConfig(budget=64, window=8, allow_override=("method",)))
+    first = cache.request("a", list(range(300)), kv_eviction="h2o")
+    cache.schedule(first, 300)
+    cache.decode(first, 5)
+    first_packed = plan(300, BLOCK_SIZE, EVICTION).first_packed
+    assert cache.table(first).count(0) == first_packed
+    assert cache.schedule(cache.request("b", list(range(300)), kv_eviction="h2o"), 300) == 0
+    # It serves others all the same, and hits itself where it drops nothing.
+    assert cache.schedule(cache.request("c", list(range(300))), 300) == first_packed * BLOCK_SIZE
+    short = cache.request("d", list(range(72)), kv_eviction="h2o")
+    assert cache.schedule(short, 72) == 64
 
 
 @pytest.mark.parametrize("enable_caching", [True, False])

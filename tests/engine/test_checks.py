@@ -9,6 +9,7 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -16,7 +17,13 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine.checks import refuse_mixed_groups, refuse_unsupported
+from vllm_kvselect.engine.arguments import choose_scheduler
+from vllm_kvselect.engine.checks import (
+    refuse_mixed_groups,
+    refuse_unsupported,
+    settings_problems,
+)
+from vllm_kvselect.engine.pool_scheduler import PoolAsyncScheduler, PoolScheduler
 from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.methods import METHODS
 from vllm_kvselect.tiny_model import tiny_model
@@ -110,16 +117,32 @@ def test_values_that_are_not_accepted(eviction: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_methods_that_the_engine_lacks_something_for(name: str) -> None:
-    method = METHODS[name]
-    if not (method.pooled or method.whole_prompt):
-        create({"method": name})
-        return
-    reason = "no pool yet" if method.pooled else "needs the queries of every prompt token"
-    message = rf"method = '{name}' cannot be served: .*{reason}.*accepted: 'streaming-llm'.*thetakv"
-    with pytest.raises(ConfigError, match=message) as caught:
-        create({"method": name})
-    assert f"{name!r}," not in str(caught.value)
+def test_every_method_is_accepted_and_pools_get_their_scheduler(name: str) -> None:
+    config = create({"method": name})
+    scheduler = PoolScheduler if METHODS[name].pooled else Scheduler
+    assert config.scheduler_config.get_scheduler_cls() is scheduler
+
+
+def test_the_scheduler_of_a_pool_is_there_wherever_a_request_may_ask_for_one() -> None:
+    scheduling = create({"allow_override": ["method"]}).scheduler_config
+    assert scheduling.get_scheduler_cls() is PoolScheduler
+    scheduling.scheduler_cls, scheduling.async_scheduling = None, True  # not on CPU
+    choose_scheduler(scheduling, EvictionConfig(method="pyramidkv"))
+    assert scheduling.get_scheduler_cls() is PoolAsyncScheduler
+    scheduling = create({"allow_override": ["budget"]}).scheduler_config
+    assert scheduling.get_scheduler_cls() is Scheduler
+
+
+def test_another_scheduler_and_a_pool_exclude_each_other() -> None:
+    scheduler = "vllm.v1.core.sched.scheduler.Scheduler"
+    with pytest.raises(ConfigError, match=r"'pyramidkv' shares pages.*leave scheduler_cls = 'vllm"):
+        create({"method": "pyramidkv"}, scheduler_cls=scheduler)
+    # Other methods are served by any scheduler; a request for a pool is refused.
+    config = create({"allow_override": ["method"]}, scheduler_cls=scheduler)
+    assert config.scheduler_config.scheduler_cls == scheduler
+    (problem,) = settings_problems(config, EvictionConfig(method="layer-thetakv"))
+    assert "shares pages between layers" in problem
+    assert settings_problems(config, EvictionConfig(method="h2o")) == []
 
 
 def test_speculative_decoding_is_refused() -> None:

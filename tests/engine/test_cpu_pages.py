@@ -5,7 +5,15 @@ import torch
 from vllm import _custom_ops as ops
 
 from vllm_kvselect.compaction import head_pages
-from vllm_kvselect.engine.cpu_pages import PageCodec, one_head_view, write_entries
+from vllm_kvselect.config import ConfigError
+from vllm_kvselect.engine import cpu_pages
+from vllm_kvselect.engine.cpu_pages import (
+    PageCodec,
+    all_layers,
+    one_head_view,
+    refuse_scattered_layers,
+    write_entries,
+)
 
 # (instruction set, dtype, block size, head size) as vLLM pairs them.
 KERNELS = [
@@ -65,6 +73,70 @@ def test_written_entries_are_read_back_from_any_page(
         by_slot = by_head.transpose(0, 1).reshape(-1, head_size)
         assert torch.equal(by_slot[slots], entries)
         assert by_slot.count_nonzero() == entries.count_nonzero()
+
+
+def test_entries_are_read_from_any_slot(kernel: tuple[str, torch.dtype, int, int]) -> None:
+    isa, dtype, block_size, head_size = kernel
+    cache = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, block_size, 2 * head_size, dtype=dtype)
+    slots = torch.randperm(NUM_BLOCKS * NUM_KV_HEADS * block_size)
+    key, value = torch.randn(2, len(slots), head_size).to(dtype)
+    write_entries(cache, key, value, slots, isa)
+    codec = PageCodec(isa, dtype, block_size, head_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_pages, "_ENTRIES_AT_ONCE", 100)
+        read = codec.read_entries(cache, slots)
+    assert torch.equal(read[0], key)
+    assert torch.equal(read[1], value)
+
+
+def layers_of(memory: torch.Tensor, num_layers: int) -> list[torch.Tensor]:
+    """Caches of layers that lie one after the other."""
+    return list(memory.view(num_layers, -1, *memory.shape[1:]))
+
+
+def test_all_layers_are_one_cache_seen_from_any_of_them() -> None:
+    memory = torch.randn(3 * NUM_BLOCKS, NUM_KV_HEADS, 32, 8)
+    layers = layers_of(memory, 3)
+    refuse_scattered_layers(layers)
+    for layer in layers:
+        assert torch.equal(all_layers(layer), memory)
+        assert all_layers(layer).data_ptr() == memory.data_ptr()
+    layers[2][5, 1] = 7
+    assert (all_layers(layers[0])[2 * NUM_BLOCKS + 5, 1] == 7).all()
+
+
+@pytest.mark.parametrize("name", ["order", "gap", "block-outermost", "elsewhere"])
+def test_layers_that_lie_elsewhere_are_refused(name: str) -> None:
+    memory = torch.zeros(4 * NUM_BLOCKS, NUM_KV_HEADS, 32, 8)
+    layers = layers_of(memory, 4)
+    scattered = {
+        "order": [layers[1], layers[0]],
+        "gap": [layers[0], layers[2]],
+        "block-outermost": list(memory.view(NUM_BLOCKS, 4, *memory.shape[1:]).unbind(1)),
+        "elsewhere": [layers[0], layers[1].clone()],
+    }
+    with pytest.raises(ConfigError, match=r"of layer [01] is elsewhere"):
+        refuse_scattered_layers(scattered[name])
+
+
+def test_pages_behind_two_to_the_31st_element() -> None:
+    """The kernel counts pages of all layers: its offsets must not end at 32 bits."""
+    isa, dtype, block_size, head_size = "vec", torch.float16, 32, 64
+    num_pages = 2**31 // (2 * block_size * head_size) + 8
+    # Reserved, not used: only the pages that are written take memory.
+    cache = torch.empty(num_pages, 1, block_size, 2 * head_size, dtype=dtype)
+    page = num_pages - 3
+    key, value = torch.randn(2, block_size, head_size).to(dtype)
+    slots = page * block_size + torch.arange(block_size)
+    query, seq_lens = torch.randn(1, 2, head_size).to(dtype), torch.tensor([30], dtype=torch.int32)
+    outputs = []
+    for where, written, index in ((cache, slots, page), (cache[:1].clone(), slots % 32, 0)):
+        write_entries(where, key, value, written, isa)
+        table = torch.tensor([[index]], dtype=torch.int32)
+        outputs.append(attend(query, one_head_view(where), table, seq_lens, isa))
+    assert torch.equal(*outputs)
+    codec = PageCodec(isa, dtype, block_size, head_size)
+    assert torch.equal(codec.read_entries(cache, slots)[1], value)
 
 
 def test_one_head_view_computes_what_the_stock_call_computes(

@@ -1,6 +1,8 @@
 """What the product promises, on a real engine: blocks freed, nothing corrupted, stock kept."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,34 +10,42 @@ import pytest
 import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.engine.conftest import EngineFactory
+from tests.engine.conftest import Engine, EngineFactory
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine import worker
+from vllm_kvselect.engine.pool_scheduler import PoolScheduler
 from vllm_kvselect.kernels.cpu import KernelError
 from vllm_kvselect.methods import METHODS
 from vllm_kvselect.retention import RetentionPlan, plan
 
 pytestmark = pytest.mark.engine
 EVICTION = {"method": "adakv-perturb", "budget": 128}
+ANY_METHOD = EVICTION | {"allow_override": ["method"]}
+POOLED, WHOLE_PROMPT = {"kv_eviction": "layer-thetakv"}, {"kv_eviction": "h2o"}
+
+
+@contextmanager
+def blocks_held(engine: Engine) -> Iterator[list[int]]:
+    """Lists the blocks in use after every scheduling step."""
+    held, schedule = [], Scheduler.schedule
+
+    def record(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(scheduler, *args, **kwargs)
+        held.append(engine.blocks_in_use())
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "schedule", record)
+        yield held
 
 
 def test_decoding_requests_hold_the_blocks_of_their_plan(
     start_full_engine: EngineFactory, make_prompts: Any
 ) -> None:
     (prompt,) = make_prompts([1500])
-    held = []
     with start_full_engine({"method": "adakv-perturb", "budget": 256}, 100) as engine:
-        request = [prompt]
-        step = Scheduler.schedule
-
-        def record(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
-            output = step(scheduler, *args, **kwargs)
-            held.append(engine.blocks_in_use())
-            return output
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Scheduler, "schedule", record)
-            engine.generate(request, max_tokens=200)
+        with blocks_held(engine) as held:
+            engine.generate([prompt], max_tokens=200)
         assert engine.blocks_in_use() == 0
     retained = plan(1500, 32, EvictionConfig(budget=256))
     assert retained is not None
@@ -46,16 +56,47 @@ def test_decoding_requests_hold_the_blocks_of_their_plan(
     assert decode_blocks[0] == 9
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if not METHODS[name].unserved])
-def test_every_method_serves_and_drops(
-    method: str, start_engine: EngineFactory, make_prompts: Any
+def test_every_method_serves_and_drops_beside_all_others(
+    start_engine: EngineFactory, make_prompts: Any
 ) -> None:
+    prompts = make_prompts([40, *(350 + 13 * i for i in range(len(METHODS)))])
+    settings: Any = [None, *({"kv_eviction": method} for method in METHODS)]
+    with start_engine(ANY_METHOD, 500, max_num_batched_tokens=1024) as engine:
+        together = engine.generate(prompts, 24, settings)
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == len(METHODS)
+        engine.scheduler.reset_prefix_cache()
+        alone = engine.generate_alone(prompts, 24, settings)
+    for method, *answers in zip(["none", *METHODS], together, alone, strict=True):
+        assert answers[0] == answers[1], method
+
+
+def test_a_server_of_a_pooled_method(start_engine: EngineFactory, make_prompts: Any) -> None:
+    """Without overrides, the scheduler is chosen for the server's own method."""
     prompts = make_prompts([900, 40, 1100])
-    with start_engine({"method": method, "budget": 128}, 200) as engine:
+    with start_engine({"method": "pyramidkv", "budget": 128}, 200) as engine:
+        assert isinstance(engine.scheduler, PoolScheduler)
         together = engine.generate(prompts, 40)
         assert engine.worker.kv_eviction_stats()["num_evicted"] == 2
-        alone = engine.generate_alone(prompts, 40)
-    assert together == alone
+        assert engine.generate_alone(prompts, 40) == together
+
+
+def test_a_pool_holds_the_blocks_of_a_uniform_method(
+    start_engine: EngineFactory, make_prompts: Any
+) -> None:
+    """In every step, whether layers share pages or not."""
+    (prompt,), held = make_prompts([1000]), {}
+    with start_engine(ANY_METHOD | {"budget": 256}, 100, enable_prefix_caching=False) as engine:
+        for method in ("snapkv", "pyramidkv", "layer-thetakv"):
+            with blocks_held(engine) as held[method]:
+                engine.generate([prompt], 100, [{"kv_eviction": method}])
+            (state,) = engine.worker._states
+    assert held["snapkv"][0] == 32
+    assert held["snapkv"][1:100] == [-(-(1000 + i) // 32) - 23 for i in range(1, 100)]
+    assert held["pyramidkv"] == held["layer-thetakv"] == held["snapkv"]
+    # Where the layers' runs end: all pages are handed out, and to some layers more than to others.
+    ends = state.offsets[state.offsets[:, -1, -1] > 0, :, -1]
+    assert (ends[:, -1] == 4 * 3 * plan(1000, 32, EvictionConfig(budget=256)).num_packed).all()
+    assert ends.diff(dim=1).unique().numel() > 1
 
 
 def test_a_machine_without_kernels_serves_the_same_tokens(
@@ -174,26 +215,32 @@ def test_chunks_of_any_size_retain_the_same(
     chunk: int, start_engine: EngineFactory, make_prompts: Any
 ) -> None:
     # 500 leaves a last chunk of 17 tokens, shorter than the window; 16 cuts the window in three.
-    prompts = make_prompts([517, 1017])
-    with start_engine(EVICTION, 200) as engine:
-        expected = engine.generate(prompts, 32)
-    with start_engine(EVICTION, 200, max_num_batched_tokens=chunk, max_num_seqs=4) as engine:
-        assert engine.generate_alone(prompts, 32) == expected
-        assert engine.generate(prompts, 32) == expected
+    lengths, settings = (517, 1017, 517, 517), (None, None, POOLED, WHOLE_PROMPT)
+    prompts = make_prompts(lengths)
+    with start_engine(ANY_METHOD, 200) as engine:
+        expected = engine.generate(prompts, 32, settings)
+    with start_engine(ANY_METHOD, 200, max_num_batched_tokens=chunk, max_num_seqs=4) as engine:
+        assert engine.generate_alone(prompts, 32, settings) == expected
+        engine.scheduler.reset_prefix_cache()
+        assert engine.generate(prompts, 32, settings) == expected
 
 
 def test_preempted_requests_resume_as_if_never_interrupted(
     start_engine: EngineFactory, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = make_prompts([600 + 13 * i for i in range(6)])
-    with start_engine(EVICTION, 200) as engine:
-        expected = engine.generate_alone(prompts, 220)
+    # The latest are preempted first.
+    methods = (None, "pyramidkv", None, "layer-defensivekv", "h2o", "layer-thetakv")
+    extra_args = [method and {"kv_eviction": method} for method in methods]
+    with start_engine(ANY_METHOD, 200) as engine:
+        expected = engine.generate_alone(prompts, 220, extra_args)
 
-    preempted = []
+    preempted, reached = [], set()
     preempt = Scheduler._preempt_request
 
     def record(scheduler: Scheduler, request: Any, *args: Any, **kwargs: Any) -> None:
-        preempted.append(request.num_tokens - request.num_prompt_tokens)
+        generated = request.num_tokens - request.num_prompt_tokens
+        preempted.append((methods[(request.num_prompt_tokens - 600) // 13], generated))
         preempt(scheduler, request, *args, **kwargs)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", record)
@@ -203,10 +250,13 @@ def test_preempted_requests_resume_as_if_never_interrupted(
         {"max_num_batched_tokens": 100, "max_num_seqs": 8},
     ):
         preempted.clear()
-        with start_engine(EVICTION, 50, max_model_len=1024, **settings) as engine:
-            assert engine.generate(prompts, 220) == expected
+        with start_engine(ANY_METHOD, 50, max_model_len=1024, **settings) as engine:
+            assert engine.generate(prompts, 220, extra_args) == expected
             assert engine.blocks_in_use() == 0
-        assert any(num_generated > 1 for num_generated in preempted)
+        in_mid_answer = {method for method, num_generated in preempted if num_generated > 1}
+        assert in_mid_answer
+        reached |= in_mid_answer
+    assert {"h2o", "layer-thetakv"} <= reached
 
 
 def test_prefix_hits_stay_below_the_packed_blocks(
@@ -214,12 +264,14 @@ def test_prefix_hits_stay_below_the_packed_blocks(
 ) -> None:
     (prompt,) = make_prompts([1000])
     longer = prompt + make_prompts([300], skip=5000)[0]
-    with start_engine(EVICTION, 300, enable_prefix_caching=False) as engine:
+    methods = (POOLED, WHOLE_PROMPT)
+    with start_engine(ANY_METHOD, 300, enable_prefix_caching=False) as engine:
         expected, expected_longer = engine.generate_alone([prompt, longer], 48)
+        expected_of = engine.generate_alone([prompt] * 2, 48, methods)
     first_packed = plan(1000, 32, EvictionConfig(**EVICTION)).first_packed
-    with start_engine(EVICTION, 300) as engine:
+    with start_engine(ANY_METHOD, 300) as engine:
         assert engine.generate([prompt, prompt], 48) == [expected, expected]
-        hits = []
+        hits: list[int] = []
         manager = engine.scheduler.kv_cache_manager
         lookup = manager.get_computed_blocks
 
@@ -234,6 +286,10 @@ def test_prefix_hits_stay_below_the_packed_blocks(
         # Blocks from the first packed one on were never hashed, so a longer prompt gets no further.
         assert engine.generate([longer, prompt], 48) == [expected_longer, expected]
         assert hits[1:] == [first_packed * 32] * 2
+        # A pool hits as others do; where every query is needed, nothing comes from the cache.
+        hits.clear()
+        assert engine.generate([prompt] * 4, 48, methods * 2) == expected_of * 2
+        assert hits == [first_packed * 32, 0] * 2
 
 
 def test_a_second_request_in_shared_blocks_does_not_disturb_the_first(
@@ -259,7 +315,8 @@ def test_offsets_of_every_layer_hand_out_every_page(
         (state,) = engine.worker._states
     (used,) = state.offsets[:, 0, -1].nonzero()
     num_packed = plan(1000, 32, EvictionConfig(**EVICTION)).num_packed
-    assert torch.equal(state.offsets[used[0], :, -1], torch.full((30,), 3 * num_packed))
+    assert torch.equal(state.offsets[used[0], :, -1], 3 * num_packed * torch.arange(1, 31))
+    assert torch.equal(state.offsets[used[0], 1:, 0], state.offsets[used[0], :-1, -1])
     assert (state.offsets[used[0]].diff(dim=-1) >= 0).all()
     assert state.offsets[used[0]].diff(dim=-1).unique().numel() > 1
 

@@ -20,6 +20,8 @@ from vllm_kvselect.engine import batch
 from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, Rows, Split, Splitter
 from vllm_kvselect.engine.block_manager import HeadwiseManager
 from vllm_kvselect.engine.page_tables import SettledRows
+from vllm_kvselect.engine.pool_scheduler import PoolScheduler
+from vllm_kvselect.engine.whole_prompt import PromptChunk
 from vllm_kvselect.retention import plan
 
 NUM_STEPS = 10_000
@@ -66,6 +68,8 @@ def test_ten_thousand_steps(request: pytest.FixtureRequest) -> None:
         "preempted",
         "resumed past the prompt",
         "windows in several chunks",
+        "whole prompts summed",
+        "pools packed",
         "hits up to the cap",
         "aborted",
         "finished: stop",
@@ -165,6 +169,27 @@ def build_page_tables_before_packing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Splitter, "split", split_early)
 
 
+def let_chunks_run_past_prompts(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(PoolScheduler, "_reserve_prefill_lookahead")
+
+
+def cap_hits_of_whole_prompts_as_others(patch: pytest.MonkeyPatch) -> None:
+    admitted = HeadwiseManager.admit
+
+    def admit(self: HeadwiseManager, request: Any) -> int:
+        return admitted(self, request) or cap_of(self, request.num_prompt_tokens) or 0
+
+    patch.setattr(HeadwiseManager, "admit", admit)
+
+
+def forget_chunks_of_prompts(patch: pytest.MonkeyPatch) -> None:
+    def add_up_nothing(self: Splitter, rows: Rows, block_table: torch.Tensor) -> list[PromptChunk]:
+        return prompt_chunks(self, rows, block_table)[:0]
+
+    prompt_chunks = Splitter._prompt_chunks
+    patch.setattr(Splitter, "_prompt_chunks", add_up_nothing)
+
+
 def forget_partial_windows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Splitter, "_partial_windows", lambda *_: [])
 
@@ -176,10 +201,17 @@ def keep_page_tables_of_as_many_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SettledRows, "has_pages_of", same_shape)
 
 
-MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[Exception], str]] = {
+Errors = type[Exception] | tuple[type[Exception], ...]
+Mutant = tuple[Callable[[pytest.MonkeyPatch], None], Errors, str]
+
+MUTANTS: dict[str, Mutant] = {
     "a packed block left hashed": (hash_the_first_packed_block, IntegrityError, "private"),
-    "the hit cap taken from num_tokens": (cap_hits_by_the_tokens_so_far, IntegrityError, "private"),
-    "hits not capped": (do_not_cap_hits, IntegrityError, "private"),
+    "the hit cap taken from num_tokens": (
+        cap_hits_by_the_tokens_so_far,
+        (IntegrityError, LostError),
+        "private|of at most 0",
+    ),
+    "hits not capped": (do_not_cap_hits, (IntegrityError, LostError), "private|of at most 0"),
     "one block too many freed": (
         free_with(lambda _, processed, num_prompt: processed >= num_prompt, 1),
         IntegrityError,
@@ -202,6 +234,13 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[Exception], 
         WrongEntryError,
         "decoding",
     ),
+    "a pooled chunk past its prompt": (let_chunks_run_past_prompts, RuntimeError, "runs past"),
+    "hits where every query is needed": (
+        cap_hits_of_whole_prompts_as_others,
+        LostError,
+        "of at most 0",
+    ),
+    "queries of a chunk forgotten": (forget_chunks_of_prompts, WrongEntryError, "sums other"),
     "partial windows forgotten": (forget_partial_windows, WrongEntryError, "window"),
 }
 
@@ -213,4 +252,4 @@ def test_planted_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     seen: Counter[str] = Counter()
     with pytest.raises(error, match=match):
         run(100, seen, derandomize=True, phases=(Phase.generate,))
-    assert seen["steps"] <= 2_000
+    assert seen["steps"] <= 4_000

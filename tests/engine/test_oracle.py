@@ -4,6 +4,8 @@ The oracles share no code with the package: they see recorded queries, keys and 
 checkpoint's own W_O and, for the arithmetic, the set of retained entries.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.conftest import SHALLOW_LAYERS, EngineFactory, _engine
+from tests.engine.conftest import SHALLOW_LAYERS, Engine, EngineFactory, _engine
 from tests.engine.float64 import (
     BLOCK_SIZE,
     BUDGET,
@@ -35,56 +37,103 @@ PROMPT_LENS = (500, 351, 300)
 UNIT = 2.0**-24
 """Unit roundoff of float32."""
 
-SERVED = [case for case in METHOD_CASES if not METHODS[case.method].unserved]
-ENGINE_CASES = [case for case in SERVED if not case.values or len(case.values) > 2]
-"""An engine takes seconds to start: every method that is served, and one with several parameters.
-The other cases run on tensors recorded once."""
+METHODS_ALONE = [case for case in METHOD_CASES if not case.values]
+WITH_PARAMETERS = [case for case in METHOD_CASES if len(case.values) > 2]
+"""An engine takes seconds to start. One lets its requests choose among all methods, some start with
+several parameters; the other cases run on tensors recorded once."""
 
 
-def record(start_engine: EngineFactory, make_prompts: Any, eviction: dict[str, Any]) -> Recorder:
-    """One run of three requests at once, their prompts in chunks of at most 256 tokens."""
+@contextmanager
+def oracle_engine(start_engine: EngineFactory, eviction: dict[str, Any]) -> Iterator[Engine]:
+    """Takes three requests at once, their prompts in chunks of at most 256 tokens."""
     eviction = {"budget": BUDGET, **eviction}
     settings = {"max_num_batched_tokens": 256, "max_num_seqs": 4, "enable_prefix_caching": False}
-    with start_engine(eviction, 100, **settings) as engine, recording(engine) as recorder:
-        engine.generate(make_prompts(PROMPT_LENS), 20)
+    with start_engine(eviction, 100, **settings) as engine:
+        yield engine
+
+
+def record(engine: Engine, make_prompts: Any, settings: dict[str, Any] | None = None) -> Recorder:
+    """One run of three requests at once."""
+    with recording(engine) as recorder:
+        engine.generate(make_prompts(PROMPT_LENS), 20, [settings] * len(PROMPT_LENS))
     return recorder
 
 
-def prompt_layers(recorder: Recorder, model: Path, prompt_len: int) -> list[Layer]:
+@pytest.fixture(scope="module")
+def start_shared_engine(shallow_model: Path) -> Iterator[EngineFactory]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        yield partial(_engine, model=shallow_model)
+
+
+@pytest.fixture(scope="module")
+def recorders(start_shared_engine: EngineFactory, make_prompts: Any) -> dict[str, Recorder]:
+    """What every method does, in one engine."""
+    with oracle_engine(start_shared_engine, {"allow_override": ["method"]}) as engine:
+        return {
+            case.method: record(engine, make_prompts, {"kv_eviction": case.method})
+            for case in METHODS_ALONE
+        }
+
+
+def prompt_layers(recorded: Any, model: Path, prompt_len: int) -> list[Layer]:
     """The layers' tensors of one prompt."""
     weights = load_file(model / "model.safetensors")
     layers = []
     for index in range(SHALLOW_LAYERS):
-        tensors = recorder.tokens[prompt_len, index]
+        tensors = recorded[prompt_len, index]
         prompt = (tensors[name][:prompt_len] for name in ("query", "key", "value"))
         projection = weights[f"model.layers.{index}.self_attn.o_proj.weight"].double()
         layers.append(Layer(*prompt, projection))
     return layers
 
 
-@pytest.mark.parametrize("case", ENGINE_CASES, ids=lambda case: case.name)
-def test_the_engine_retains_and_attends_as_the_oracles(
+@pytest.mark.xdist_group("oracle")
+@pytest.mark.parametrize("case", METHODS_ALONE, ids=lambda case: case.name)
+def test_every_method_retains_and_attends_as_the_oracles(
+    case: MethodCase, recorders: dict[str, Recorder], shallow_model: Path
+) -> None:
+    check(case, recorders[case.method], shallow_model)
+
+
+@pytest.mark.parametrize("case", WITH_PARAMETERS, ids=lambda case: case.name)
+def test_parameters_of_the_server_reach_the_choice(
     case: MethodCase, start_engine: EngineFactory, make_prompts: Any, shallow_model: Path
 ) -> None:
-    recorder = record(start_engine, make_prompts, {"method": case.method, **case.values})
-    assert len(recorder.tokens) == len(PROMPT_LENS) * SHALLOW_LAYERS
+    with oracle_engine(start_engine, {"method": case.method, **case.values}) as engine:
+        recorder = record(engine, make_prompts)
+    check(case, recorder, shallow_model)
+
+
+def check(case: MethodCase, recorder: Recorder, model: Path) -> None:
+    """What a layer retains, or a pool of layers, and what tokens attend to."""
+    tokens = recorder.tokens
+    assert len(tokens) == len(PROMPT_LENS) * SHALLOW_LAYERS
     for prompt_len in PROMPT_LENS:
-        for index, layer in enumerate(prompt_layers(recorder, shallow_model, prompt_len)):
-            retained = recorder.retained[prompt_len, index]
-            check_attention(prompt_len, recorder.tokens[prompt_len, index], retained)
-            check_heads(retained, expect(case, [layer], index))
+        layers = prompt_layers(tokens, model, prompt_len)
+        retained = [recorder.retained[prompt_len, index] for index in range(SHALLOW_LAYERS)]
+        for index, of_layer in enumerate(retained):
+            check_attention(prompt_len, tokens[prompt_len, index], of_layer)
+        if METHODS[case.method].pooled:
+            num_heads = layers[0].key.shape[1]
+            owners = [
+                (index * num_heads + head, token)
+                for index, of_layer in enumerate(retained)
+                for head, token in of_layer
+            ]
+            check_heads(set(owners), expect(case, layers))
+            continue
+        for index, (layer, of_layer) in enumerate(zip(layers, retained, strict=True)):
+            check_heads(of_layer, expect(case, [layer], index))
 
 
 @pytest.fixture(scope="module")
-def real_layers(shallow_model: Path, make_prompts: Any) -> list[Layer]:
+def real_layers(recorders: dict[str, Recorder], shallow_model: Path) -> list[Layer]:
     """One prompt in the real model's layers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        start_engine = partial(_engine, model=shallow_model)
-        recorder = record(start_engine, make_prompts, {"method": "streaming-llm"})
-    return prompt_layers(recorder, shallow_model, 351)
+    return prompt_layers(recorders["streaming-llm"].tokens, shallow_model, 351)
 
 
+@pytest.mark.xdist_group("oracle")
 @pytest.mark.parametrize("kernels", [False, True], ids=["references", "kernels"])
 @every_method_case
 def test_methods_choose_from_real_tensors_as_the_oracles(

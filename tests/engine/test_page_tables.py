@@ -19,7 +19,7 @@ TAIL_START = 6
 @pytest.fixture
 def state() -> RetentionState:
     state = RetentionState(40, NUM_LAYERS, NUM_KV_HEADS, 8)
-    state.offsets[:] = torch.tensor([0, 1, 4, 6])
+    state.offsets[:] = torch.tensor([[0, 1, 4, 6], [6, 7, 10, 12]])
     return state
 
 
@@ -87,5 +87,7 @@ def test_prompts_packed_into_the_same_blocks_are_seen(state: RetentionState) -> 
     rows = settled([26])
     assert_up_to_date(tables, rows, state)
     state.complete(Prompt(24, None, EvictionConfig(budget=128)), int(rows.first_packed_blocks))
-    state.offsets[rows.first_packed_blocks] = torch.tensor([0, 2, 3, 6], dtype=torch.int32)
+    state.offsets[rows.first_packed_blocks] = torch.tensor(
+        [[0, 2, 3, 6], [6, 8, 9, 12]], dtype=torch.int32
+    )
     assert_up_to_date(tables, settled([26]), state)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -70,17 +71,20 @@ def test_a_request_is_forgotten_when_it_ends() -> None:
 @pytest.mark.parametrize(
     "pause", [{"preempted_req_ids": {"a"}}, {"scheduled_cached_reqs": resumed("a")}]
 )
-def test_saved_blocks_are_those_of_packed_prompts(pause: dict[str, Any]) -> None:
+def test_a_pause_forgets_what_was_packed_and_summed(pause: dict[str, Any]) -> None:
     prompts = LivePrompts(SERVER, BLOCK_SIZE)
     prompts.update(message(("a", 500, None), ("b", 300, None), ("c", 60, None)))
     assert prompts.num_saved_blocks == 0
     a, b = (plan(n, BLOCK_SIZE, SERVER).first_packed for n in (500, 300))
     for name in "abc":
         prompts[name].is_packed = True
+    prompts["a"].sums = prompts["b"].sums = torch.zeros(1)
     assert prompts.num_saved_blocks == a + b
     prompts.update(message(**pause))
     assert prompts.num_saved_blocks == b
+    assert prompts["b"].sums is not None
     before = prompts["a"]
+    assert before.sums is None
     prompts.update(message(("a", 500, None)))  # as the second model runner resumes it
     assert prompts["a"] is before
     prompts.update(message(finished_req_ids={"b"}))

@@ -87,6 +87,8 @@ def test_metrics_are_those_of_the_plans(server: str, text_tokens: list[int]) -> 
     requests: list[tuple[int, dict[str, Any], int]] = [
         (1500, {}, num_freed(1500, budget=256)),
         (1000, {"kv_eviction": "snapkv", "kv_eviction_budget": 0.5}, num_freed(1000, budget=0.5)),
+        (1100, {"kv_eviction": "layer-thetakv"}, num_freed(1100, budget=256)),
+        (600, {"kv_eviction": "h2o"}, num_freed(600, budget=256)),
         (1000, {"kv_eviction": "none"}, 0),
         (100, {}, 0),
     ]
@@ -96,13 +98,13 @@ def test_metrics_are_those_of_the_plans(server: str, text_tokens: list[int]) -> 
     after = metrics(server)
     freed = [(length, blocks) for length, _, blocks in requests if blocks]
     num_blocks = sum(blocks for _, blocks in freed)
-    expected = (2, num_blocks * ENTRIES_PER_BLOCK, num_blocks, num_blocks * BLOCK_BYTES)
+    expected = (4, num_blocks * ENTRIES_PER_BLOCK, num_blocks, num_blocks * BLOCK_BYTES)
     for name, number in zip(COUNTERS, expected, strict=True):
         assert change(before, after, f"{name}_total") == number
     fractions = [1 - blocks * BLOCK_SIZE / length for length, blocks in freed]
-    assert change(before, after, "retained_fraction_count") == 2
+    assert change(before, after, "retained_fraction_count") == 4
     assert change(before, after, "retained_fraction_sum") == pytest.approx(sum(fractions))
-    assert change(before, after, "selection_seconds_count") == 2
+    assert change(before, after, "selection_seconds_count") == 4
     assert 0 < change(before, after, "selection_seconds_sum") < 60
     assert after["vllm:kv_eviction_blocks_saved"] == 0
 

@@ -80,7 +80,15 @@ def launch_all(dtype: torch.dtype, head_size: int) -> None:
     )
     offsets = torch.zeros(1, 2, KV_HEADS + 1, dtype=torch.int32)
     cuda.headwise_page_table(
-        blocks.view(1, -1).expand(2, -1), integers, integers, integers, offsets, BLOCK_SIZE, out
+        blocks.view(1, -1).expand(2, -1),
+        integers,
+        integers,
+        integers,
+        offsets,
+        BLOCK_SIZE,
+        1000,
+        0,
+        out,
     )
 
 

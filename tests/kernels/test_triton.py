@@ -318,18 +318,19 @@ def test_the_lower_head_gets_a_page_that_two_heads_share() -> None:
 
 
 @brief
-@given(batches(), st.integers(0, 3), st.sampled_from((torch.int32, torch.int64)))
+@given(batches(), st.integers(0, 3), st.sampled_from((torch.int32, torch.int64)), st.integers(0, 2))
 def test_page_tables_fill_the_buffers_that_the_reference_fills(
-    batch: Batch, more: int, integers: torch.dtype
+    batch: Batch, more: int, integers: torch.dtype, first_layer: int
 ) -> None:
-    inputs = [part.to(DEVICE) for part in batch.inputs(integers)]
+    *tensors, offsets, block_size, num_blocks, _ = batch.inputs(integers)
+    inputs = [part.to(DEVICE) for part in tensors]
     # A layer's offsets as they lie in the state, requests in front.
-    inputs[-1] = inputs[-1].transpose(0, 1).contiguous().transpose(0, 1)
+    inputs.append(offsets.to(DEVICE).transpose(0, 1).contiguous().transpose(0, 1))
     filled = []
     for build in (cuda.headwise_page_table, page_table.headwise_page_table):
         buffers = PageTable(*(part.to(DEVICE) for part in batch.buffers(more)))
         out = PageTable(*(part[:, :-1] for part in buffers))
-        assert build(*inputs, batch.block_size, out) is out
+        assert build(*inputs, block_size, num_blocks, first_layer, out) is out
         filled.append(buffers)
     assert torch.equal(filled[0].pages, filled[1].pages)
     assert torch.equal(filled[0].seq_lens, filled[1].seq_lens)
@@ -365,7 +366,7 @@ def test_entries_are_moved_as_bytes(dtype: torch.dtype) -> None:
     assert torch.equal(as_bytes(cache), as_bytes(other))
 
 
-SERVED = [case for case in METHOD_CASES if METHODS[case.method].unserved is None]
+SERVED = [case for case in METHOD_CASES if not METHODS[case.method].whole_prompt]
 
 
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
@@ -387,7 +388,8 @@ def test_the_whole_choice_waits_for_nothing_and_is_the_references(case: MethodCa
 
 def test_compaction_and_page_tables_wait_for_nothing() -> None:
     batch = Batch(4, 2, [[0, 3, 8, 6, 4]], [18], [1], [3], [[[3, 1]]])
-    inputs = [part.to(DEVICE) for part in batch.inputs()]
+    *tensors, block_size, num_blocks, first_layer = batch.inputs()
+    inputs = [part.to(DEVICE) for part in tensors]
     buffers = PageTable(*(part.to(DEVICE) for part in batch.buffers(2)))
     out = PageTable(*(part[:, :-1] for part in buffers))
     cache = torch.zeros(9, 2, 4, 16, device=DEVICE)
@@ -396,7 +398,7 @@ def test_compaction_and_page_tables_wait_for_nothing() -> None:
     with unsynchronised():
         gathered = cuda.gather_from_blocks(cache, blocks, retained, 12)
         cuda.scatter_entries(cache, compaction.packed_slots(blocks[1:], 2, 4), gathered)
-        cuda.headwise_page_table(*inputs, 4, out)
+        cuda.headwise_page_table(*inputs, block_size, num_blocks, first_layer, out)
 
 
 @pytest.mark.parametrize("synchronise", SYNCHRONISING.values(), ids=SYNCHRONISING)

@@ -31,20 +31,35 @@ def page_row(
     seq_len: int,
     first_packed: int,
     tail_start: int,
-    pages: Sequence[int],
+    pages: Sequence[Sequence[int]],
+    layer: int,
     head: int,
     block_size: int,
+    num_blocks: int,
 ) -> Row:
-    """Pages of one KV head: its run in the packed blocks, then its slot of every tail block."""
-    num_kv_heads = len(pages)
-    row: list[int] = []
-    for run_page in range(sum(pages[:head]), sum(pages[: head + 1])):
-        block = blocks[first_packed + run_page // num_kv_heads]
-        row.append(block * num_kv_heads + run_page % num_kv_heads)
+    """Pages of one KV head of a layer: its run in the packed blocks, then its slot of every tail
+    block.
+
+    `pages[layer][head]` are handed out in order: layer by layer, block by block, slot by slot.
+    """
+    num_kv_heads = len(pages[0])
+
+    def page(of_layer: int, block: int, slot: int) -> int:
+        return of_layer * num_blocks * num_kv_heads + block * num_kv_heads + slot
+
+    run = [
+        page(of_layer, block, slot)
+        for of_layer in range(len(pages))
+        for block in blocks[first_packed:tail_start]
+        for slot in range(num_kv_heads)
+    ]
+    for owner in range(layer * num_kv_heads + head):
+        del run[: pages[owner // num_kv_heads][owner % num_kv_heads]]
+    row = run[: pages[layer][head]]
     num_entries = len(row) * block_size
     for index in range(tail_start, len(blocks)):
         num_in_block = min(block_size, seq_len - index * block_size)
         if num_in_block > 0:
-            row.append(blocks[index] * num_kv_heads + head)
+            row.append(page(layer, blocks[index], head))
             num_entries += num_in_block
     return Row(row, num_entries)

@@ -7,7 +7,7 @@ points of patches/0001 at which vLLM would call a plugin.
 import argparse
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import SchedulerConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -20,15 +20,20 @@ from vllm_kvselect.config import (
     ConfigError,
     EvictionConfig,
 )
-from vllm_kvselect.engine.checks import refuse_unsupported
+from vllm_kvselect.engine.checks import may_pool, refuse_unsupported
 from vllm_kvselect.retention import budget_entries, plan
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 _WORKER = "vllm_kvselect.engine.worker.EvictionCPUWorker"
+_ENGINE = "vllm_kvselect.engine"
+_POOL_SCHEDULERS = {
+    False: f"{_ENGINE}.pool_scheduler.PoolScheduler",
+    True: f"{_ENGINE}.pool_scheduler.PoolAsyncScheduler",
+}
 _CHECKED_SCHEDULERS = {
-    False: "vllm_kvselect.engine.checked_scheduler.CheckedScheduler",
-    True: "vllm_kvselect.engine.checked_scheduler.CheckedAsyncScheduler",
+    False: f"{_ENGINE}.checked_scheduler.CheckedScheduler",
+    True: f"{_ENGINE}.checked_scheduler.CheckedAsyncScheduler",
 }
 _CPU_BLOCK_SIZE = 32
 """The smallest block of the CPU kernel's tiles: packed budgets waste the least in it."""
@@ -203,10 +208,22 @@ def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
     refuse_unsupported(vllm_config, eviction)
     vllm_config.additional_config[CONFIG_KEY] = eviction.model_dump()
     vllm_config.parallel_config.worker_cls = _WORKER
-    if eviction.check_integrity:
-        is_async = vllm_config.scheduler_config.async_scheduling
-        vllm_config.scheduler_config.scheduler_cls = _CHECKED_SCHEDULERS[bool(is_async)]
+    choose_scheduler(vllm_config.scheduler_config, eviction)
     logger.info("%s", describe(vllm_config, eviction))
+
+
+def choose_scheduler(scheduling: SchedulerConfig, eviction: EvictionConfig) -> None:
+    """Takes a scheduler of ours where the integrity check or a pool across layers needs one.
+
+    Args:
+        scheduling: vLLM's configuration of the scheduler, changed in place.
+        eviction: The validated configuration.
+    """
+    is_async = bool(scheduling.async_scheduling)
+    if eviction.check_integrity:
+        scheduling.scheduler_cls = _CHECKED_SCHEDULERS[is_async]
+    elif may_pool(eviction) and scheduling.scheduler_cls is None:
+        scheduling.scheduler_cls = _POOL_SCHEDULERS[is_async]
 
 
 def describe(vllm_config: VllmConfig, eviction: EvictionConfig) -> str:

@@ -14,8 +14,11 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_kvselect.compaction import head_pages, packed_slots
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.page_tables import PageTables, SettledRows
+from vllm_kvselect.engine.pool import Pool
 from vllm_kvselect.engine.prompts import Prompt, PromptsOf
 from vllm_kvselect.engine.state import RetentionState
+from vllm_kvselect.engine.whole_prompt import PromptChunk, prompt_chunk
+from vllm_kvselect.methods import METHODS
 from vllm_kvselect.page_table import PageTable
 from vllm_kvselect.retention import RetentionPlan
 
@@ -65,6 +68,7 @@ class Completion:
     Attributes:
         eviction: The request's own configuration.
         plan: The retention plan.
+        blocks: Block ids of the whole prompt, int64.
         pages: Pages of the whole prompt, `[num_kv_heads, num_blocks]` int64.
         competing_pages: Those before the tail.
         first_packed_block: Id of the first packed block, the key of the state.
@@ -75,10 +79,14 @@ class Completion:
         window_tokens: Tokens of this batch that belong to the observation window.
         earlier_queries: Queries of the window's first tokens from earlier chunks,
             `[num_layers, n, num_heads, head_size]`, or None.
+        sums: Scores of the whole prompt, `[num_layers, num_kv_heads, num_prompt_tokens]`, for the
+            methods that sum them up chunk by chunk; else None.
+        pool: Where the layers meet, if they share the packed pages; else None.
     """
 
     eviction: EvictionConfig
     plan: RetentionPlan
+    blocks: torch.Tensor
     pages: torch.Tensor
     competing_pages: torch.Tensor
     first_packed_block: int
@@ -87,6 +95,8 @@ class Completion:
     prompt_tokens: slice | None
     window_tokens: slice
     earlier_queries: torch.Tensor | None
+    sums: torch.Tensor | None
+    pool: Pool | None
 
 
 @dataclass
@@ -186,13 +196,15 @@ class Split:
     Attributes:
         stock: The part that vLLM's own call computes; it may have no requests.
         stock_tokens: Its tokens; None stands for the whole batch as it is.
-        completions: Rows to select and pack after that call.
+        prompt_chunks: Chunks to add to their prompts' sums after that call.
+        completions: Rows to select and pack then.
         partial_windows: Queries to keep for a later chunk.
         headwise: Tokens that read retained entries, computed last, or None.
     """
 
     stock: CommonAttentionMetadata
     stock_tokens: Tokens | None
+    prompt_chunks: list[PromptChunk]
     completions: list[Completion]
     partial_windows: list[PartialWindow]
     headwise: HeadwiseBatch | None
@@ -231,20 +243,21 @@ class Splitter:
         rows = self._rows(common)
         block_table = common.block_table_tensor
         windows = self._partial_windows(rows, block_table)
+        chunks = self._prompt_chunks(rows, block_table)
         completing = rows.completing
         settled = np.flatnonzero(rows.stock_lens < rows.query_lens)
-        if not completing.any() and not settled.size and not windows:
+        if not (completing.any() or settled.size or windows or chunks):
             return None
         completions = [
             self._completion(rows, int(row), block_table) for row in np.flatnonzero(completing)
         ]
         if not settled.size:
-            return Split(common, None, completions, windows, None)
+            return Split(common, None, chunks, completions, windows, None)
         headwise = headwise_batch(rows, settled, block_table, self._num_kv_heads)
         if not completing[settled].any():
             headwise.table = self._page_tables.of(headwise.rows)
         stock, stock_tokens = stock_part(rows, common)
-        return Split(stock, stock_tokens, completions, windows, headwise)
+        return Split(stock, stock_tokens, chunks, completions, windows, headwise)
 
     def _rows(self, common: CommonAttentionMetadata) -> Rows:
         query_start = common.query_start_loc_cpu.numpy().astype(np.int64)
@@ -275,9 +288,11 @@ class Splitter:
         num_earlier = num_computed - (num_prompt_tokens - window)
         earlier = self._state.window(first_packed_block, num_earlier)
         self._state.complete(prompt, first_packed_block)
+        sums, prompt.sums = prompt.sums, None
         return Completion(
             eviction=prompt.eviction,
             plan=retention_plan,
+            blocks=blocks,
             pages=pages,
             competing_pages=pages[:, : retention_plan.tail_start].contiguous(),
             first_packed_block=first_packed_block,
@@ -290,7 +305,45 @@ class Splitter:
             prompt_tokens=slice(start, end) if num_computed == 0 else None,
             window_tokens=slice(max(start, end - window), end),
             earlier_queries=earlier.queries[:, :num_earlier] if earlier else None,
+            sums=sums,
+            pool=self._pool(rows, row),
         )
+
+    def _pool(self, rows: Rows, row: int) -> Pool | None:
+        """Where the layers of a pooled request meet.
+
+        Raises:
+            RuntimeError: If the chunk goes on past the prompt. A layer would have to read what only
+                the last one decides; `PoolScheduler` keeps it from happening.
+        """
+        prompt = rows.prompts[row]
+        if not METHODS[prompt.eviction.method].pooled:
+            return None
+        if rows.seq_lens[row] > prompt.num_tokens:
+            raise RuntimeError(f"a chunk of {prompt.eviction.method} runs past its prompt's end")
+        return Pool(self._state.num_layers)
+
+    def _prompt_chunks(self, rows: Rows, block_table: torch.Tensor) -> list[PromptChunk]:
+        """Chunks of the prompts whose methods need the queries of all their tokens."""
+        chunks = []
+        for row in np.flatnonzero(rows.stock_lens):
+            prompt = rows.prompts[row]
+            if prompt.plan is None:
+                continue
+            start, num_tokens = int(rows.query_start[row]), int(rows.stock_lens[row])
+            first = int(rows.num_computed[row])
+            blocks = block_table[row, : -(-(first + num_tokens) // self._block_size)]
+            chunk = prompt_chunk(
+                prompt,
+                slice(start, start + num_tokens),
+                first,
+                blocks.to(torch.int64),
+                self._state.num_layers,
+                self._num_kv_heads,
+            )
+            if chunk is not None:
+                chunks.append(chunk)
+        return chunks
 
     def _partial_windows(self, rows: Rows, block_table: torch.Tensor) -> list[PartialWindow]:
         """Chunks that end after the window's first token and before the prompt's last."""

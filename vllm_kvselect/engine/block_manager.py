@@ -7,6 +7,8 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.methods import METHODS
 from vllm_kvselect.request import planned_config
 from vllm_kvselect.retention import RetentionPlan, plan
 
@@ -38,15 +40,24 @@ class HeadwiseManager(FullAttentionManager):
         The prompt's length counts: a preempted request resumes with more tokens than its prompt,
         but its plan is still the same.
         """
-        params = request.sampling_params
-        eviction = planned_config(self.eviction, params.extra_args if params else None)
+        eviction = self._eviction_of(request)
         return plan(request.num_prompt_tokens, self.block_size, eviction)
+
+    def is_pooled(self, request: Request) -> bool:
+        """Whether entries are dropped of the prompt and its layers share the packed pages."""
+        return self.plan(request) is not None and METHODS[self._eviction_of(request).method].pooled
+
+    def _eviction_of(self, request: Request) -> EvictionConfig:
+        """The request's own configuration."""
+        params = request.sampling_params
+        return planned_config(self.eviction, params.extra_args if params else None)
 
     def admit(self, request: Request) -> int:
         """Plans a request before its blocks are allocated, for the first time or again.
 
         Packed blocks are overwritten, so they must be private, and the observation window's
-        queries must be computed: neither may come from the prefix cache.
+        queries must be computed: neither may come from the prefix cache. A method that needs the
+        queries of the whole prompt takes nothing from it.
 
         Args:
             request: The request about to be scheduled.
@@ -59,6 +70,8 @@ class HeadwiseManager(FullAttentionManager):
         if retention_plan is None:
             return request.num_tokens
         self._plans[request.request_id] = retention_plan
+        if METHODS[self._eviction_of(request).method].whole_prompt:
+            return 0
         return retention_plan.first_packed * self.block_size
 
     def cache_blocks(

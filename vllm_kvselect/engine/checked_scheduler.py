@@ -11,17 +11,17 @@ from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvselect.engine.integrity import Violation, block_owners, find_violations, free_blocks
+from vllm_kvselect.engine.pool_scheduler import PoolScheduler
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 
-class CheckedScheduler(Scheduler):
+class CheckedScheduler(PoolScheduler):
     """Stops the requests whose blocks are not what they must be; the server goes on.
 
     A request that is stopped ends with the finish reason `error`, which the OpenAI server turns

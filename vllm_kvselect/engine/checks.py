@@ -35,14 +35,6 @@ def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> Non
         raise ConfigError("kv_eviction cannot be used here: " + "; ".join(problems))
 
 
-def method_problems(eviction: EvictionConfig) -> list[str]:
-    """Says why the engine cannot serve a method, if it cannot."""
-    if not eviction.enabled or (reason := METHODS[eviction.method].unserved) is None:
-        return []
-    served = ", ".join(repr(name) for name, method in METHODS.items() if not method.unserved)
-    return [f"method = {eviction.method!r} cannot be served: {reason}; accepted: {served}"]
-
-
 def settings_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
     """What stands against a method and a budget, of a server or of a single request.
 
@@ -53,7 +45,14 @@ def settings_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list
     Returns:
         One sentence for each problem, with what to do.
     """
-    return [*method_problems(eviction), *_budget_problems(vllm_config, eviction)]
+    return [*_pool_problems(vllm_config, eviction), *_budget_problems(vllm_config, eviction)]
+
+
+def may_pool(eviction: EvictionConfig) -> bool:
+    """Whether a request may run with a method whose layers share pages."""
+    if "method" in eviction.allow_override:
+        return True
+    return eviction.enabled and METHODS[eviction.method].pooled
 
 
 def refuse_mixed_groups(kv_cache_config: KVCacheConfig) -> None:
@@ -134,6 +133,17 @@ def _scheduler_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> li
             "leave one of them out"
         ]
     return []
+
+
+def _pool_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    scheduler = vllm_config.scheduler_config.scheduler_cls
+    is_ours = scheduler is None or str(scheduler).startswith("vllm_kvselect.")
+    if is_ours or not eviction.enabled or not METHODS[eviction.method].pooled:
+        return []
+    return [
+        f"method = {eviction.method!r} shares pages between layers, which needs a scheduler of "
+        f"vllm-kvselect; leave scheduler_cls = {scheduler!r} out, or take another method"
+    ]
 
 
 def _plain_dtypes(vllm_config: VllmConfig) -> tuple[str, str]:

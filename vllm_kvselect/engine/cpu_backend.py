@@ -22,14 +22,23 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_kvselect.compaction import gather_entries
+from vllm_kvselect.compaction import gather_entries, head_pages
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, Split, Splitter
-from vllm_kvselect.engine.cpu_pages import PageCodec, one_head_view, write_entries
+from vllm_kvselect.engine.cpu_pages import (
+    PageCodec,
+    all_layers,
+    one_head_view,
+    refuse_scattered_layers,
+    write_entries,
+)
+from vllm_kvselect.engine.pool import Pool, move_entries
 from vllm_kvselect.engine.prompts import PromptsOf
 from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.engine.state import RetentionState
-from vllm_kvselect.methods import Retention, Twins, retain
+from vllm_kvselect.engine.whole_prompt import PromptChunk, scorer_of
+from vllm_kvselect.methods import METHODS, Retention, Twins, retain, retain_pool, score_layer
+from vllm_kvselect.ranking import Candidates
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 
@@ -89,6 +98,7 @@ class HeadwiseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
         state = RetentionState(num_blocks, len(layers), self.num_kv_heads, max_num_seqs)
+        refuse_scattered_layers([layers[name].kv_cache for name in self.layer_names])
         codec = PageCodec(self.isa, spec.dtype, self.block_size, self.head_dim, twins)
         for index, name in enumerate(self.layer_names):
             layers[name].impl.start(index, self.isa, state, codec, twins)
@@ -193,8 +203,10 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
         split = attn_metadata.split
         for partial in split.partial_windows:
             partial.queries[self._layer_index].copy_(query[partial.tokens])
-        if split.completions:
+        if split.prompt_chunks or split.completions:
             started = time.perf_counter()
+            for chunk in split.prompt_chunks:
+                self._add_to_sums(query, key, kv_cache, chunk)
             for completion in split.completions:
                 self._pack(query, key, value, kv_cache, completion)
             self._state.selection_seconds += time.perf_counter() - started
@@ -224,6 +236,17 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
         if not isinstance(tokens, slice):
             output[tokens] = part
 
+    def _add_to_sums(
+        self, query: torch.Tensor, key: torch.Tensor, kv_cache: torch.Tensor, chunk: PromptChunk
+    ) -> None:
+        """Adds what a chunk's queries attend to, for methods that need those of all tokens."""
+        if chunk.first_position == 0:
+            key = key[chunk.tokens].transpose(0, 1)
+        else:
+            pages = head_pages(chunk.blocks, self.num_kv_heads)
+            key = self._codec.read_keys(kv_cache, pages)[:, : chunk.end]
+        chunk.add(self._layer_index, query, key, self.scale)
+
     def _pack(
         self,
         query: torch.Tensor,
@@ -242,6 +265,9 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
             value = self._codec.read_values(kv_cache, completion.competing_pages)
         num_competing = retention_plan.tail_start * self._codec.block_size
         value = value[:, :num_competing]
+        if completion.pool is not None:
+            self._join_pool(completion.pool, query, key, value, kv_cache, completion)
+            return
         retention = self._retain(query, key, value, completion)
 
         gather = self._twins.get(gather_entries, gather_entries)
@@ -250,29 +276,74 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
         )
         write_entries(kv_cache, key, value, completion.slots, self._isa)
         offsets = self._state.offsets[completion.first_packed_block, self._layer_index]
-        offsets.copy_(retention.offsets)
-        if self._layer_index == 0:
-            self._state.num_evicted += 1
+        offsets.copy_(retention.offsets + self._layer_index * retention.offsets[-1])
+
+    def _join_pool(
+        self,
+        pool: Pool,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        completion: Completion,
+    ) -> None:
+        """Scores this layer; the last one chooses for all and packs them."""
+        inputs = self._inputs(query, key, value, completion)
+        candidates = score_layer(
+            *inputs, completion.eviction, self._layer_index, self._twins_of(completion)
+        )
+        stacked = pool.join(self._layer_index, candidates)
+        if stacked is None:
+            return
+        retention = self._retain_pool(stacked, completion)
+        move_entries(
+            kv_cache,
+            retention,
+            completion.plan,
+            completion.blocks,
+            self._state.num_layers,
+            self._codec,
+            self._isa,
+        )
+        # [num_layers * num_kv_heads + 1] -> [num_layers, num_kv_heads + 1], ends shared
+        by_layer = retention.offsets.unfold(0, self.num_kv_heads + 1, self.num_kv_heads)
+        self._state.offsets[completion.first_packed_block].copy_(by_layer)
+
+    def _retain_pool(self, candidates: Candidates, completion: Completion) -> Retention:
+        """Chooses the entries of all layers from their stacked candidates."""
+        size = (completion.plan.num_packed, self._codec.block_size)
+        return retain_pool(candidates, *size, completion.eviction, self._twins)
 
     def _retain(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, completion: Completion
     ) -> Retention:
         """Chooses the entries from keys and values `[num_kv_heads, num_tokens, head_size]`."""
-        window = query[completion.window_tokens]
-        if completion.earlier_queries is not None:
-            window = torch.cat((completion.earlier_queries[self._layer_index], window))
         return retain(
-            window,
-            key[:, : completion.num_prompt_tokens],
-            value,
-            self.output_projection,
-            self.scale,
+            *self._inputs(query, key, value, completion),
             completion.plan.num_packed,
             self._codec.block_size,
             completion.eviction,
             self._layer_index,
-            self._twins,
+            self._twins_of(completion),
         )
+
+    def _inputs(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, completion: Completion
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, OutputProjection | None, float]:
+        """What the choice needs of this layer: queries of the window, keys, values, W_O, scale."""
+        window = query[completion.window_tokens]
+        if completion.earlier_queries is not None:
+            window = torch.cat((completion.earlier_queries[self._layer_index], window))
+        key = key[:, : completion.num_prompt_tokens]
+        return window, key, value, self.output_projection, self.scale
+
+    def _twins_of(self, completion: Completion) -> Twins:
+        """The twins; where the prompt was scored chunk by chunk, its scores are there already."""
+        if completion.sums is None:
+            return self._twins
+        eviction, sums = completion.eviction, completion.sums[self._layer_index]
+        scorer = scorer_of(sums, eviction.window)
+        return {**self._twins, METHODS[eviction.method].scorer: scorer}
 
     def _forward_headwise(
         self,
@@ -286,14 +357,14 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
             pages, seq_lens = (part[self._layer_index] for part in batch.table)
         else:
             layer = slice(self._layer_index, self._layer_index + 1)
-            table = batch.rows.page_table(self._state.offsets[:, layer], self._codec.block_size)
+            table = batch.rows.page_table(self._state.offsets, self._codec.block_size, layer)
             pages, seq_lens = table.pages[0], table.seq_lens[0]
         # [num_tokens, num_heads, head_size] -> [num_tokens * num_kv_heads, group, head_size]
         group_shape = (-1, self.num_queries_per_kv, self.head_size)
         query = query.reshape(group_shape)[batch.queries]
         grouped_output = output.view(group_shape)
         part = grouped_output[batch.queries]
-        key_pages, value_pages = one_head_view(kv_cache).chunk(2, dim=2)
+        key_pages, value_pages = one_head_view(all_layers(kv_cache)).chunk(2, dim=2)
         ops.cpu_attention_with_kv_cache(
             query=query,
             key_cache=key_pages,

@@ -6,13 +6,18 @@ own cache-write op and reading them back. Writing needs no codec: the op takes e
 order.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
 from vllm import _custom_ops as ops
 
 from vllm_kvselect.compaction import read_pages
+from vllm_kvselect.config import ConfigError
 from vllm_kvselect.methods import NO_TWINS, Twins
+
+_ENTRIES_AT_ONCE = 2**15
+"""Entries that are read at once: their indices take more memory than they do."""
 
 
 def one_head_view(kv_cache: torch.Tensor) -> torch.Tensor:
@@ -29,13 +34,48 @@ def one_head_view(kv_cache: torch.Tensor) -> torch.Tensor:
     return kv_cache.view(num_blocks * num_kv_heads, 1, 2 * block_size, -1)
 
 
+def all_layers(kv_cache: torch.Tensor) -> torch.Tensor:
+    """Views the memory in which the cache of a layer lies, that of all layers, as one cache.
+
+    Args:
+        kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, layout LBHNC.
+
+    Returns:
+        `[num_layers * num_blocks, num_kv_heads, block_size, 2 * head_size]`, the same memory: block
+        `b` of layer `l` is block `l * num_blocks + b`.
+    """
+    block_bytes = kv_cache[0].numel() * kv_cache.element_size()
+    num_blocks = kv_cache.untyped_storage().nbytes() // block_bytes
+    return kv_cache.as_strided((num_blocks, *kv_cache.shape[1:]), kv_cache.stride(), 0)
+
+
+def refuse_scattered_layers(kv_caches: Sequence[torch.Tensor]) -> None:
+    """Checks that the layers' caches lie one after the other in one piece of memory.
+
+    Args:
+        kv_caches: Caches of the layers, in order.
+
+    Raises:
+        ConfigError: If they do not; one-head page ids count through all layers.
+    """
+    first = kv_caches[0]
+    start = first.untyped_storage().data_ptr()
+    for index, kv_cache in enumerate(kv_caches):
+        is_next = kv_cache.data_ptr() == start + index * first.nbytes
+        if not is_next or kv_cache.shape != first.shape or not kv_cache.is_contiguous():
+            raise ConfigError(
+                "kv_eviction needs the caches of all layers in one piece of memory, one after the "
+                f"other, but that of layer {index} is elsewhere; serve without --kv-eviction"
+            )
+
+
 def write_entries(
     kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, isa: str
 ) -> None:
     """Writes entries into slots of the one-head view, in the kernel's own order.
 
     Args:
-        kv_cache: A layer's cache, `[num_blocks, num_kv_heads, block_size, 2 * head_size]`.
+        kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, of a layer or of all.
         key: `[num_entries, head_size]`.
         value: `[num_entries, head_size]`.
         slots: `page * block_size + offset`, `[num_entries]` int64.
@@ -86,6 +126,28 @@ class PageCodec:
     def read_values(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         """Reads the values of whole pages in token order; as `read_keys`."""
         return self._read(kv_cache, pages, self._values)
+
+    def read_entries(
+        self, kv_cache: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads the entries in some slots of the one-head view: what `write_entries` wrote there.
+
+        Args:
+            kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, of a layer or of all.
+            slots: `page * block_size + offset`, `[n]` int64.
+
+        Returns:
+            Keys and values, `[n, head_size]` each.
+        """
+        key, value = kv_cache.new_empty(2, len(slots), self.head_size)
+        for start in range(0, len(slots), _ENTRIES_AT_ONCE):
+            part = slice(start, start + _ENTRIES_AT_ONCE)
+            page, offset = slots[part] // self.block_size, slots[part] % self.block_size
+            for entries, places in ((key, self._keys), (value, self._values)):
+                elements = one_head_view(kv_cache).flatten(1).view(places.dtype)
+                columns = places.indices.view(self.block_size, -1)[offset]
+                entries[part] = elements[page[:, None], columns].view(kv_cache.dtype)
+        return key, value
 
     def _read(self, kv_cache: torch.Tensor, pages: torch.Tensor, places: "_Places") -> torch.Tensor:
         elements = one_head_view(kv_cache).flatten(1).view(places.dtype)

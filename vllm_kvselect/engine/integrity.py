@@ -207,7 +207,11 @@ def _table_violations(table: _Table, block_size: int) -> Iterator[Violation]:
 def _page_violations(
     tables: list[_Table], block_size: int, num_kv_heads: int, num_blocks: int
 ) -> Iterator[Violation]:
-    """Builds the page tables that a worker would, with an even share for every head."""
+    """Builds the page tables that a worker would, with an even share for every head.
+
+    The first layer stands for all: a pool hands out the same pages of the same blocks, only to
+    other heads, and in other layers they have the same places.
+    """
     tables = [
         table
         for table in tables
@@ -228,7 +232,7 @@ def _page_violations(
     private_to[0] = -1  # the null block
     offsets = plans[:, 1:2] * torch.arange(num_kv_heads + 1)
     pages, lengths = headwise_page_table(
-        block_table, seq_lens, plans[:, 0], plans[:, 2], offsets[None], block_size
+        block_table, seq_lens, plans[:, 0], plans[:, 2], offsets[None], block_size, num_blocks
     )
     pages, lengths = (part.view(len(tables), num_kv_heads, -1).long() for part in (pages, lengths))
     is_read = torch.arange(pages.shape[-1]) < -(-lengths // block_size)

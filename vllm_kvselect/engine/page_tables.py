@@ -29,15 +29,25 @@ class SettledRows:
     tail_start: torch.Tensor
     first_packed_blocks: torch.Tensor
 
-    def page_table(self, offsets: torch.Tensor, block_size: int) -> PageTable:
-        """Page tables for the offsets of some layers, `[num_blocks, num_layers, num_heads + 1]`."""
+    def page_table(
+        self, offsets: torch.Tensor, block_size: int, layers: slice = slice(None)
+    ) -> PageTable:
+        """Page tables of some layers, from the offsets of all.
+
+        Args:
+            offsets: `[num_blocks, num_layers, num_kv_heads + 1]`, as the state has them.
+            block_size: Tokens per block.
+            layers: Which layers.
+        """
         return headwise_page_table(
             self.block_table,
             self.seq_lens,
             self.first_packed,
             self.tail_start,
-            offsets[self.first_packed_blocks].transpose(0, 1),
+            offsets[self.first_packed_blocks, layers].transpose(0, 1),
             block_size,
+            len(offsets),
+            layers.start or 0,
         )
 
     def has_pages_of(self, other: "SettledRows", block_size: int) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -23,6 +24,10 @@ class Prompt:
         plan: Its retention plan, or None.
         is_packed: Whether its entries are packed now and the other blocks given back.
         is_counted: Whether it was reported already; a preempted prompt is packed again.
+        sums: Scores of the chunks so far, where the method needs the queries of the whole prompt:
+            `[num_layers, num_kv_heads, num_tokens]` float32. None before the first chunk and once
+            the prompt is packed.
+        num_summed: Tokens whose queries are in the sums.
     """
 
     num_tokens: int
@@ -30,6 +35,8 @@ class Prompt:
     plan: RetentionPlan | None
     is_packed: bool = False
     is_counted: bool = False
+    sums: torch.Tensor | None = None
+    num_summed: int = 0
 
     @classmethod
     def planned(cls, num_tokens: int, block_size: int, eviction: EvictionConfig) -> Self:
@@ -66,7 +73,8 @@ class LivePrompts:
         resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
         for request_id in (scheduled.preempted_req_ids or set()) | resumed:
             if request_id in self._prompts:
-                self._prompts[request_id].is_packed = False
+                prompt = self._prompts[request_id]
+                prompt.is_packed, prompt.sums = False, None
         for request in scheduled.scheduled_new_reqs:
             # One that was preempted may come as new again: it is still the same prompt.
             self._prompts.setdefault(request.req_id, self._planned(request))

@@ -28,6 +28,9 @@ class RetentionState:
     request: the state needs no request ids, survives reordering of the batch and dies with the
     block.
 
+    `offsets` says where each head's pages start in the run of the request's packed pages, which
+    counts through all layers (`page_table.py`).
+
     `completed` lists the prompts packed since the worker last took it, for its report; `version`
     counts all that were, so that what was built from the offsets is known to be out of date.
 
@@ -74,4 +77,5 @@ class RetentionState:
         """Takes note that a prompt is about to be packed."""
         self.close_window(first_packed_block)
         self.completed.append(prompt)
+        self.num_evicted += 1
         self.version += 1

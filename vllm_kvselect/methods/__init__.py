@@ -8,13 +8,15 @@ from vllm_kvselect.methods.choice import (
     retain_pool,
     score_layer,
 )
-from vllm_kvselect.methods.registry import METHODS, Method
+from vllm_kvselect.methods.registry import METHODS, Accumulator, Method, Scorer
 
 __all__ = [
     "METHODS",
     "NO_TWINS",
+    "Accumulator",
     "Method",
     "Retention",
+    "Scorer",
     "Twins",
     "retain",
     "retain_pool",

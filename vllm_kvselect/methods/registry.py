@@ -10,12 +10,16 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.ranking import Candidates, by_bound, by_defence, by_score
 from vllm_kvselect.scoring.at_random import random_scores
 from vllm_kvselect.scoring.defensivekv import defensive_scores, mean_attention
-from vllm_kvselect.scoring.h2o import h2o_scores
+from vllm_kvselect.scoring.h2o import accumulate, h2o_scores
 from vllm_kvselect.scoring.snapkv import snapkv_scores
 from vllm_kvselect.scoring.streaming_llm import streaming_llm_scores
 
 Scorer = Callable[[torch.Tensor, torch.Tensor, float, EvictionConfig, int], torch.Tensor]
 """`(query, key, scale, config, layer_index)` -> `[num_kv_heads, num_prompt_tokens - window]`."""
+
+Accumulator = Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+"""`(query, key, first_position, scale)` -> what a chunk of queries adds to the scores of keys so
+far, `[num_kv_heads, num_keys]`."""
 
 Ranking = Callable[[Candidates, int, EvictionConfig], torch.Tensor]
 """`(candidates, even, config)` -> what allocation counts, of the candidates' shape."""
@@ -44,7 +48,8 @@ class Method:
         two_stages: Whether selection has a second stage, once the budgets are known.
         pooled: Whether the layers of a request share its packed pages.
         layer_split: Blocks of each layer of a pooled method; None where all heads compete.
-        whole_prompt: Whether the scorer needs the queries of the whole prompt.
+        accumulator: How the scores add up chunk by chunk, where the scorer needs the queries of the
+            whole prompt; None where those of the window are enough.
     """
 
     scorer: Scorer
@@ -59,16 +64,12 @@ class Method:
     two_stages: bool = False
     pooled: bool = False
     layer_split: LayerSplit | None = None
-    whole_prompt: bool = False
+    accumulator: Accumulator | None = None
 
     @property
-    def unserved(self) -> str | None:
-        """Why the engine refuses the method; None where it serves it."""
-        if self.pooled:
-            return "layers share their packed pages, for which the engine has no pool yet"
-        if self.whole_prompt:
-            return "it needs the queries of every prompt token; the engine keeps the window's"
-        return None
+    def whole_prompt(self) -> bool:
+        """Whether the scorer needs the queries of the whole prompt."""
+        return self.accumulator is not None
 
 
 def _perturbed(method: Method, name: str) -> Method:
@@ -94,8 +95,8 @@ _H2O = Method(
     paper="H2O, arXiv 2306.14048",
     summary="what the whole prompt attended to",
     cost="attention of the whole prompt once more, quadratic in its length",
-    limits="favours early tokens, which more queries see",
-    whole_prompt=True,
+    limits="favours early tokens, which more queries see; takes nothing from the prefix cache",
+    accumulator=accumulate,
 )
 _SNAPKV = Method(
     scorer=snapkv_scores,

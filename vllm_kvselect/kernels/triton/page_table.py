@@ -22,12 +22,22 @@ def headwise_page_table(
     tail_start: torch.Tensor,
     offsets: torch.Tensor,
     block_size: int,
+    num_blocks: int,
+    first_layer: int = 0,
     out: PageTable | None = None,
 ) -> PageTable:
     """Twin of `page_table.headwise_page_table` for given buffers, whose width is known."""
-    arguments = (block_table, seq_lens, first_packed, tail_start, offsets, block_size)
     if out is None:
-        return page_table.headwise_page_table(*arguments)
+        return page_table.headwise_page_table(
+            block_table,
+            seq_lens,
+            first_packed,
+            tail_start,
+            offsets,
+            block_size,
+            num_blocks,
+            first_layer,
+        )
     block_table, offsets, pages = rows(block_table), rows(offsets), out.pages
     num_layers, num_reqs, num_offsets = offsets.shape
     num_kv_heads = num_offsets - 1
@@ -40,6 +50,8 @@ def headwise_page_table(
         offsets,
         *offsets.stride()[:2],
         block_size,
+        num_blocks * num_kv_heads,
+        first_layer,
         pages,
         *pages.stride()[:2],
         out.seq_lens,
@@ -60,6 +72,8 @@ def _pages_kernel(
     offsets_layer_stride,
     offsets_req_stride,
     block_size,
+    layer_pages,
+    first_layer,
     pages_ptr,
     pages_layer_stride,
     pages_row_stride,
@@ -76,6 +90,7 @@ def _pages_kernel(
     first_packed = tl.load(first_packed_ptr + req).to(tl.int32)
     tail_start = tl.load(tail_start_ptr + req).to(tl.int32)
     tail_len = tl.load(seq_lens_ptr + req).to(tl.int32) - tail_start * block_size
+    num_packed = tl.maximum(tail_start - first_packed, 1)
     length = num_run_pages * block_size + tail_len
     tl.store(lengths_ptr + layer * lengths_layer_stride + sequence, length)
     num_pages = tl.cdiv(length, block_size)
@@ -84,11 +99,12 @@ def _pages_kernel(
         column = first + tl.arange(0, BLOCK)
         run_page = start + column
         in_run, used = column < num_run_pages, column < num_pages
-        in_packed, in_tail = (
-            first_packed + run_page // num_kv_heads,
-            tail_start - num_run_pages + column,
-        )
-        index = tl.where(in_run, in_packed, in_tail)
+        run_block = run_page // num_kv_heads  # counted through the layers
+        run_layer = run_block // num_packed
+        in_packed = run_block - run_layer * num_packed + first_packed
+        index = tl.where(in_run, in_packed, tail_start - num_run_pages + column)
         block = tl.load(block_table_ptr + index, mask=used, other=0).to(tl.int32)
-        slot = tl.where(in_run, run_page % num_kv_heads, head)
+        in_layer = tl.where(in_run, run_page - run_block * num_kv_heads, head)
+        of_layer = tl.where(in_run, run_layer, first_layer + tl.program_id(2)) * layer_pages
+        slot = of_layer + in_layer
         tl.store(pages_ptr + column, block * num_kv_heads + slot, mask=used)

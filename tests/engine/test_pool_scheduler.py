@@ -1,0 +1,67 @@
+"""Chunks of pooled requests end with their prompts, and nobody else's are cut."""
+
+from typing import Any
+
+import pytest
+
+from tests.engine.simulated_server import Server, Settings
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.pool_scheduler import PoolAsyncScheduler, PoolScheduler
+
+PROMPT = [*range(100)]
+
+
+class RecordingServer(Server):
+    """A server that notes the chunks `(first token, length)` of its first request."""
+
+    def __init__(self, method: str, **settings: Any) -> None:
+        eviction = EvictionConfig.parse({"method": method, "budget": 20, "window": 4})
+        is_async = settings.get("async_scheduling", False)
+        scheduler_class = PoolAsyncScheduler if is_async else PoolScheduler
+        super().__init__(Settings(eviction=eviction, **settings), scheduler_class=scheduler_class)
+        self.chunks: list[tuple[int, int]] = []
+
+    def check(self, output: Any) -> None:
+        super().check(output)
+        if num_tokens := output.num_scheduled_tokens.get("r1"):
+            end = self.scheduler.requests["r1"].num_computed_tokens
+            self.chunks.append((end - num_tokens, num_tokens))
+
+    def resume(self) -> list[tuple[int, int]]:
+        """Chunks after the only request was preempted in mid-answer."""
+        self.add(PROMPT, 30)
+        for _ in range(10):
+            self.step()
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.chunks.clear()
+        self.drain()
+        return self.chunks
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("method", ["layer-thetakv", "pyramidkv"])
+def test_a_pooled_chunk_ends_with_its_prompt(method: str, async_scheduling: bool) -> None:
+    server = RecordingServer(method, async_scheduling=async_scheduling)
+    chunks = server.resume()
+    assert 100 in {start + length for start, length in chunks}
+    # What was generated before comes at once, in the next step.
+    generated = dict(chunks)[100]
+    assert generated > 1
+    assert all(length == 1 for start, length in chunks if start > 100)
+
+
+@pytest.mark.parametrize("method", ["adakv", "h2o"])
+def test_other_chunks_are_vllms(method: str) -> None:
+    chunks = RecordingServer(method).resume()
+    assert any(start < 100 < start + length for start, length in chunks)
+
+
+def test_a_prompt_that_drops_nothing_is_vllms() -> None:
+    server = RecordingServer("layer-thetakv")
+    server.add(PROMPT[:20], 30)
+    for _ in range(10):
+        server.step()
+    server.scheduler.reset_prefix_cache(reset_running_requests=True)
+    server.chunks.clear()
+    server.drain()
+    assert server.chunks[0][1] > 20
