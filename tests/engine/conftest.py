@@ -4,7 +4,6 @@ import argparse
 import gc
 import inspect
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from benchmarks._shallow import shallow_copy
 from tests.engine.server import serving
 from vllm_kvselect.tiny_model import tiny_model
 
@@ -99,14 +98,24 @@ class Engine:
         extra_args: Sequence[dict[str, Any] | None] | None = None,
         **sampling: Any,
     ) -> list[Any]:
+        """vLLM's completions, one of each prompt."""
+        results = self.results(prompts, max_tokens, extra_args, **sampling)
+        return [result.outputs[0] for result in results]
+
+    def results(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 32,
+        extra_args: Sequence[dict[str, Any] | None] | None = None,
+        **sampling: Any,
+    ) -> list[Any]:
         settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **sampling}
         params = [
             SamplingParams(max_tokens=max_tokens, extra_args=own, **settings)
             for own in extra_args or [None] * len(prompts)
         ]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        results = self.llm.generate(inputs, params, use_tqdm=False)
-        return [result.outputs[0] for result in results]
+        return self.llm.generate(inputs, params, use_tqdm=False)
 
     def blocks_in_use(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool
@@ -154,19 +163,7 @@ def start_engine(monkeypatch: pytest.MonkeyPatch, shallow_model: Path) -> Engine
 @pytest.fixture(scope="session")
 def shallow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model cut down to its first layers: real weights, real tokens, a real engine."""
-    folder = tmp_path_factory.mktemp("shallow") / "model"
-    shutil.copytree(tiny_model(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((folder / "config.json").read_text())
-    config["num_hidden_layers"] = SHALLOW_LAYERS
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = load_file(tiny_model() / "model.safetensors")
-    kept = {
-        name: weight
-        for name, weight in weights.items()
-        if "layers." not in name or int(name.split(".")[2]) < SHALLOW_LAYERS
-    }
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return shallow_copy(tiny_model(), SHALLOW_LAYERS, tmp_path_factory.mktemp("shallow") / "model")
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.methods import METHODS
 from vllm_kvselect.tiny_model import tiny_model
 
+STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 SMALL = {
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -145,10 +146,14 @@ def test_another_scheduler_and_a_pool_exclude_each_other() -> None:
     assert settings_problems(config, EvictionConfig(method="h2o")) == []
 
 
-def test_speculative_decoding_is_refused() -> None:
+def test_drafters_other_than_ngram_are_refused() -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    with pytest.raises(ConfigError, match=r"speculative decoding.*is not supported; switch it off"):
-        create({}, speculative_config=ngram)
+    vllm_config = create({}, speculative_config=ngram)
+    vllm_config.parallel_config.worker_cls = STOCK_WORKER
+    vllm_config.speculative_config.method = "eagle"
+    message = r"speculative decoding by 'eagle' \(accepted: 'ngram'\) is not supported"
+    with pytest.raises(ConfigError, match=message):
+        refuse_unsupported(vllm_config, EvictionConfig())
 
 
 def test_the_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

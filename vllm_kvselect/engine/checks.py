@@ -109,8 +109,11 @@ def _model_problems(vllm_config: VllmConfig) -> list[str]:
 
 def _feature_problems(vllm_config: VllmConfig) -> list[str]:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    speculative = vllm_config.speculative_config
+    drafter = speculative and speculative.method
     features = {
-        "speculative decoding (--speculative-config)": vllm_config.speculative_config is not None,
+        # Other drafters bring layers of their own, or have not been run.
+        f"speculative decoding by {drafter!r} (accepted: 'ngram')": drafter not in (None, "ngram"),
         "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,

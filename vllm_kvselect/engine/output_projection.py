@@ -30,7 +30,11 @@ def find_output_projections(model: nn.Module) -> dict[str, RowParallelLinear]:
         if not isinstance(attention, Attention):
             continue
         width = attention.num_heads * attention.head_size_v
-        siblings = modules[name.rpartition(".")[0]].children()
+        # With LoRA, vLLM wraps every linear layer; the one inside has the model's own weights.
+        siblings = (
+            getattr(module, "base_layer", module)
+            for module in modules[name.rpartition(".")[0]].children()
+        )
         candidates = [
             module
             for module in siblings

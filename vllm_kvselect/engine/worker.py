@@ -86,11 +86,13 @@ class EvictionCPUWorker(CPUWorker):
         """Counts since the start or the last reset.
 
         Returns:
-            `selection_seconds`: time spent choosing and packing; `num_evicted`: prompts packed.
+            `selection_seconds`: time spent choosing and packing; `num_evicted`: prompts packed;
+            `num_requests`: requests that live now, which no reset changes.
         """
         return {
             "selection_seconds": self._selection_seconds,
             "num_evicted": max((state.num_evicted for state in self._states), default=0),
+            "num_requests": len(self._prompts),
         }
 
     def reset_kv_eviction_stats(self) -> None:
@@ -111,6 +113,17 @@ class EvictionCPUWorker(CPUWorker):
         # The runner sends it along once it has sampled.
         self.model_runner.kv_connector_output = report.as_connector_output()
         return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's; requests in mid-prefill do not draw from their own random generators.
+
+        Their tokens are drawn and discarded. vLLM then sets a generator back, which a CPU generator
+        refuses: with a seed and a prompt in several chunks, stock vLLM 0.32 stops the engine there.
+        """
+        if self.use_v2_model_runner:
+            return super().sample_tokens(grammar_output)
+        with _generators_withheld(self.model_runner):
+            return super().sample_tokens(grammar_output)
 
     def _report(self, selection_seconds: float) -> StepReport | None:
         """What the step packed, or None if nothing changed."""
@@ -164,6 +177,18 @@ def _load_kernels() -> Twins:
     except cpu.KernelError as error:
         logger.warning("%s; selection runs in plain PyTorch, several times slower", error)
         return NO_TWINS
+
+
+@contextmanager
+def _generators_withheld(runner: Any) -> Iterator[None]:
+    """Takes the seeded generators of rows whose token will be discarded out of the batch."""
+    generators, num_reqs = runner.input_batch.generators, runner.input_batch.num_reqs
+    discarded = runner.discard_request_mask.np[:num_reqs].nonzero()[0].tolist()
+    withheld = {row: generators.pop(row) for row in discarded if row in generators}
+    try:
+        yield
+    finally:
+        generators.update(withheld)
 
 
 @contextmanager

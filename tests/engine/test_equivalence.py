@@ -1,0 +1,137 @@
+"""Each request gives, token for token, what it gives alone, whatever runs beside it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks._mixture import (
+    BLOCK_SIZE,
+    GREEDY,
+    KINDS,
+    LORA_ADAPTER,
+    MAX_MODEL_LEN,
+    SERVER,
+    Answer,
+    Request,
+    difference,
+    draw,
+    serve,
+    serve_alone,
+)
+from tests.engine.conftest import SHALLOW_LAYERS, Engine, EngineFactory
+
+# The answers of requests alone are computed once.
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("equivalence")]
+LIMITS: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "disable_log_stats": False}
+# Chunks that cut observation windows, and a pool with little room beside the longest request.
+CROWDED: dict[str, Any] = {**LIMITS, "max_num_batched_tokens": 150, "max_num_seqs": 8}
+NUM_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 8
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+
+
+@pytest.fixture(scope="module")
+def requests(text_tokens: list[int]) -> list[Request]:
+    return draw(text_tokens, num_requests=54, num_distinct=30, seed=1)
+
+
+ALONE: dict[str, Answer] = {}
+
+
+@pytest.fixture
+def alone(requests: list[Request], start_engine: EngineFactory) -> dict[str, Answer]:
+    """Answers of an engine with room, without prefix cache, chunks or speculation."""
+    if not ALONE:
+        with start_engine(SERVER, 100, enable_prefix_caching=False, **LIMITS) as engine:
+            ALONE.update(serve_alone(engine.llm, requests))
+    return ALONE
+
+
+def assert_equal(
+    requests: list[Request], expected: dict[str, Answer], answers: list[Answer]
+) -> None:
+    for request, answer in zip(requests, answers, strict=True):
+        found = difference(request, expected[request.key], answer)
+        assert found is None, (request.kind, request.sampling, len(request.prompt), found)
+
+
+def metric(engine: Engine, name: str) -> float:
+    return sum(found.value for found in engine.llm.get_metrics() if found.name == name)
+
+
+def test_every_kind_of_request(
+    alone: dict[str, Answer], requests: list[Request], start_engine: EngineFactory
+) -> None:
+    with start_engine(SERVER, NUM_BLOCKS, **CROWDED) as engine:
+        service = serve(engine.llm, requests, 16, seed=1, preempt=0.02, stream=True)
+        assert_equal(requests, alone, service.answers)
+        assert {request.kind for request in requests} == set(KINDS)
+        for event in ("preemptions", "resets", "left", "cached tokens"):
+            assert service.seen[event] > 0, service.seen
+        assert engine.worker.kv_eviction_stats()["num_evicted"] > 25
+        assert engine.blocks_in_use() == 0
+    for request, answer in zip(requests, service.answers, strict=True):
+        # vLLM computes the whole prompt for its log-probabilities.
+        assert "prompt_logprobs" not in request.sampling or answer.num_cached_tokens == 0
+
+
+# vLLM's client leaves its ZeroMQ context to the garbage collector.
+@pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
+def test_speculation_changes_no_token(
+    alone: dict[str, Answer],
+    requests: list[Request],
+    start_engine: EngineFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    greedy = [request for request in requests if request.kind in GREEDY][:24]
+    # In a process of its own: once numba has compiled, vLLM 0.32 cannot start there again.
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with start_engine(SERVER, NUM_BLOCKS, speculative_config=NGRAM, **CROWDED) as engine:
+        service = serve(engine.llm, greedy, 16, seed=2, preempt=0.02)
+        assert_equal(greedy, alone, service.answers)
+        assert service.seen["preemptions"] > 0
+        assert metric(engine, "vllm:spec_decode_num_accepted_tokens") > 10
+        assert engine.llm.reset_prefix_cache()  # fails while blocks are held
+
+
+def adapter(folder: Path, seed: int) -> str:
+    """A LoRA adapter of random weights for the attention's projections."""
+    random, weights = torch.Generator().manual_seed(seed), {}
+    sizes = {"q_proj": (576, 576), "k_proj": (576, 192), "v_proj": (576, 192), "o_proj": (576, 576)}
+    for layer in range(SHALLOW_LAYERS):
+        for name, (num_in, num_out) in sizes.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            a, b = (torch.randn(*s, generator=random) for s in ((8, num_in), (num_out, 8)))
+            weights[f"{prefix}.lora_A.weight"] = a * 0.1
+            weights[f"{prefix}.lora_B.weight"] = b * 0.1
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(sizes)}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "adapter_model.safetensors")
+    return str(folder)
+
+
+def test_lora_adapters(start_engine: EngineFactory, text_tokens: list[int], tmp_path: Path) -> None:
+    adapters = [adapter(tmp_path / str(seed), seed) for seed in (1, 2)]
+    kinds = {kind: GREEDY[kind] for kind in ("greedy", "log-probabilities", "one token")}
+    requests = draw(text_tokens, 18, 12, seed=3, kinds=kinds, num_adapters=2)
+    # One slot more than adapters: with all of them taken, vLLM 0.32 on CPU applies the last one to
+    # requests for the base model that run beside others.
+    lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+    with start_engine(SERVER, NUM_BLOCKS, **CROWDED, **lora) as engine:
+        expected = serve_alone(engine.llm, requests, adapters)
+        assert engine.llm.reset_prefix_cache()
+        service = serve(engine.llm, requests, 12, seed=3, preempt=0.02, adapters=adapters)
+        assert_equal(requests, expected, service.answers)
+        # The adapters do something: with another one, the same prompt goes on otherwise.
+        request = next(request for request in requests if request.kind == "greedy")
+        variants = [
+            replace(request, sampling=request.sampling | {LORA_ADAPTER: number}, leaves_after=None)
+            for number in range(3)
+        ]
+        answers = serve(engine.llm, variants, 3, adapters=adapters).answers
+        assert len({tuple(answer.token_ids[0]) for answer in answers}) == 3
