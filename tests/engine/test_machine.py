@@ -251,5 +251,7 @@ def test_planted_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     mutate(monkeypatch)
     seen: Counter[str] = Counter()
     with pytest.raises(error, match=match):
-        run(100, seen, derandomize=True, phases=(Phase.generate,))
-    assert seen["steps"] <= 4_000
+        # What is drawn depends on the modules loaded so far, also derandomized (hypothesis draws
+        # constants from their code), so how long it takes differs.
+        run(400, seen, derandomize=True, phases=(Phase.generate,))
+    assert seen["steps"] <= 2 * NUM_STEPS
