@@ -4,31 +4,22 @@ Starts the real server twice, one after the other, asks both through the OpenAI 
 answers and the KV cache blocks that the request holds while it is being answered.
 """
 
-import contextlib
-import os
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
-from typing import IO, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 from _engine import (
     MIB,
-    BenchmarkError,
     default_model,
     plugin_environment,
     run_script,
     stock_environment,
     table_console,
-    tail,
 )
+from _server import serving
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -40,8 +31,8 @@ BLOCK_SIZE = 32
 """For both servers, so that their blocks compare; on CPU stock's own would be 128."""
 KV_BYTES = 512 * MIB
 MODEL_NAME = "demo"
+SERVED_AS = ["--served-model-name", MODEL_NAME]
 NUM_TOKENS = 48
-STARTUP_SECONDS = 600.0
 
 
 class Answer(NamedTuple):
@@ -90,71 +81,11 @@ def main(
     answers = {}
     for name, (arguments, environment) in settings.items():
         with (
-            _server(console, name, model, arguments, environment) as url,
+            serving(console, name, model, [*SERVED_AS, *arguments], environment) as server,
             console.status(f"{name}: reading {prompt_len} tokens and answering"),
         ):
-            answers[name] = _ask(url, document)
+            answers[name] = _ask(server.url, document)
     _print_table(needle, answers)
-
-
-@contextlib.contextmanager
-def _server(
-    console: Console, name: str, model: str, flags: list[str], environment: dict[str, str]
-) -> Iterator[str]:
-    """Runs `vllm serve` on a free port of the loopback interface for as long as it is needed."""
-    port = _free_port()
-    command = [_vllm(), "serve", model, "--served-model-name", MODEL_NAME]
-    command += ["--host", "127.0.0.1", "--port", str(port), *flags]
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        # A session of its own: Ctrl-C reaches this script alone, which then stops the server and
-        # whatever the server has started.
-        server = subprocess.Popen(
-            command, stdout=log, stderr=log, env=environment, start_new_session=True
-        )
-        try:
-            with console.status(f"{name}: starting vllm serve (about a minute)"):
-                _wait_until_ready(server, log, f"http://127.0.0.1:{port}/health")
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            with console.status(f"{name}: stopping"):
-                _stop_group(server)
-
-
-def _vllm() -> str:
-    """The `vllm` of this Python, also when its environment is not the active one."""
-    beside = Path(sys.executable).with_name("vllm")
-    return str(beside) if beside.exists() else "vllm"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _wait_until_ready(server: "subprocess.Popen[bytes]", log: IO[str], url: str) -> None:
-    deadline = time.monotonic() + STARTUP_SECONDS
-    while server.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
-            return
-        time.sleep(0.5)
-    reason = (
-        f"was not ready after {STARTUP_SECONDS:.0f} s"
-        if server.poll() is None
-        else f"ended with status {server.returncode} before it was ready"
-    )
-    log.seek(0)
-    raise BenchmarkError(f"vllm serve {reason}; its log ends:\n{tail(log.read())}")
-
-
-def _stop_group(server: "subprocess.Popen[bytes]", grace: float = 30.0) -> None:
-    """Asks the server to end, then ends whatever of its processes is still there."""
-    server.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        server.wait(grace)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
 
 
 def _ask(url: str, prompt: str) -> Answer:
