@@ -1,4 +1,4 @@
-"""Real servers for the benchmarks that talk HTTP."""
+"""Runs `vllm serve` as a user starts it, for as long as a benchmark needs it."""
 
 import contextlib
 import os
@@ -8,41 +8,47 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from _engine import BenchmarkError, tail
 from rich.console import Console
 
-MODEL_NAME = "benchmark"
 STARTUP_SECONDS = 600.0
 
 
+class Server(NamedTuple):
+    """A running server.
+
+    Attributes:
+        url: Its address.
+        pid: The process that was started; the engine's are its children.
+    """
+
+    url: str
+    pid: int
+
+
 @contextlib.contextmanager
-def serve(
+def serving(
     console: Console, name: str, model: str, flags: list[str], environment: dict[str, str]
-) -> Iterator[str]:
-    """Runs `vllm serve` on a free port of the loopback interface for as long as it is needed.
+) -> Iterator[Server]:
+    """Runs a server on a free port of the loopback interface.
 
     Args:
-        console: Where progress is shown.
-        name: The server's name there.
-        model: Model folder; requests call the model `MODEL_NAME`.
-        flags: More arguments of `vllm serve`.
+        console: Shows what is being waited for.
+        name: What to call the server there.
+        model: Model folder.
+        flags: Further arguments of `vllm serve`.
         environment: The server's environment.
 
-    Yields:
-        Its address, once it is ready.
-
     Raises:
-        BenchmarkError: If it does not get ready; the message holds the end of its log.
+        BenchmarkError: If it does not come up; the message holds the end of its log.
     """
     port = _free_port()
-    command = [vllm_command(), "serve", model, "--served-model-name", MODEL_NAME]
-    command += ["--host", "127.0.0.1", "--port", str(port), *flags]
+    command = [vllm_command(), "serve", model, "--host", "127.0.0.1", "--port", str(port), *flags]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         # A session of its own: Ctrl-C reaches this script alone, which then stops the server and
         # whatever the server has started.
@@ -52,7 +58,7 @@ def serve(
         try:
             with console.status(f"{name}: starting vllm serve (about a minute)"):
                 _wait_until_ready(server, log, f"http://127.0.0.1:{port}/health")
-            yield f"http://127.0.0.1:{port}"
+            yield Server(f"http://127.0.0.1:{port}", server.pid)
         finally:
             with console.status(f"{name}: stopping"):
                 _stop_group(server)

@@ -19,7 +19,7 @@ from _engine import (
     stock_environment,
     table_console,
 )
-from _server import MODEL_NAME, serve
+from _server import serving
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -30,6 +30,8 @@ from vllm_kvselect.evaluation.tasks import Needle, needles
 BLOCK_SIZE = 32
 """For both servers, so that their blocks compare; on CPU stock's own would be 128."""
 KV_BYTES = 512 * MIB
+MODEL_NAME = "demo"
+SERVED_AS = ["--served-model-name", MODEL_NAME]
 NUM_TOKENS = 48
 
 
@@ -79,10 +81,10 @@ def main(
     answers = {}
     for name, (arguments, environment) in settings.items():
         with (
-            serve(console, name, model, arguments, environment) as url,
+            serving(console, name, model, [*SERVED_AS, *arguments], environment) as server,
             console.status(f"{name}: reading {prompt_len} tokens and answering"),
         ):
-            answers[name] = _ask(url, document)
+            answers[name] = _ask(server.url, document)
     _print_table(needle, answers)
 
 

@@ -26,7 +26,7 @@ from _engine import (
     table_console,
     tail,
 )
-from _server import MODEL_NAME, serve, vllm_command
+from _server import serving, vllm_command
 from rich.console import Console
 from rich.table import Table
 
@@ -64,10 +64,10 @@ def main(
     for index in range(rounds):
         names = list(servers) if index % 2 == 0 else list(reversed(servers))
         for name in names:
-            with serve(console, name, model, *servers[name]) as url:
+            with serving(console, name, model, *servers[name]) as server:
                 for rate in rates.split(","):
                     with console.status(f"round {index + 1} of {rounds}: {name}, {rate}/s"):
-                        result = _bench(url, model, [*client, "--request-rate", rate])
+                        result = _bench(server.url, model, [*client, "--request-rate", rate])
                     if result["completed"] != num_prompts:
                         raise BenchmarkError(f"{name}: only {result['completed']} were answered")
                     measured[name].setdefault(rate, []).append(result)
@@ -81,7 +81,7 @@ def _bench(url: str, model: str, arguments: list[str]) -> Result:
     """Runs vLLM's own client once, after one request that warms the server up."""
     with tempfile.TemporaryDirectory() as folder:
         command = [vllm_command(), "bench", "serve", "--backend", "openai", "--base-url", url]
-        command += ["--model", MODEL_NAME, "--tokenizer", model, "--dataset-name", "random"]
+        command += ["--model", model, "--dataset-name", "random"]
         command += ["--save-result", "--result-dir", folder, "--result-filename", "result.json"]
         command += ["--num-warmups", "1", "--disable-tqdm", *arguments]
         client = subprocess.run(
