@@ -80,7 +80,8 @@ class Clients:
     """
 
     def __init__(self, url: str, expected: list[tuple[Request, Choices]], random: Random) -> None:
-        limits = httpx.Limits(max_connections=None)
+        # A connection each: one kept open may be closed by the server just as it is used again.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self.http = httpx.AsyncClient(base_url=url, timeout=SECONDS, limits=limits)
         self.expected, self._random = expected, random
         self.outcomes = Outcomes()
@@ -106,7 +107,7 @@ class Clients:
         async def send_one_after_the_other() -> None:
             while self._take(1) and asyncio.get_running_loop().time() < deadline:
                 await self._send()
-                if self._random.random() < 0.01 and self._take(burst):
+                if self._random.random() < 0.004 and self._take(burst):
                     await asyncio.gather(*(self._ask() for _ in range(burst)))
                 if self._random.random() < 0.01:  # preempts everybody
                     await self.http.post("/reset_prefix_cache?reset_running_requests=true")
@@ -129,19 +130,23 @@ class Clients:
         request, expected = self._random.choice(self.expected)
         with self._noting_losses(request.kind):
             response = await self.http.post("/v1/completions", json=body_of(request))
-            if self._is_answered(response, request.kind):
+            if self._is_answered(response.status_code, request.kind):
                 self._compare(request.kind, _choices(response.json()), expected)
 
     async def _stream(self) -> None:
         request, expected = self._streamed()
         with self._noting_losses(request.kind):
             body = body_of(request) | {"stream": True}
+            found: Choices = {}
+            status = 200
             async with self.http.stream("POST", "/v1/completions", json=body) as response:
-                found: Choices = {}
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
-                        _extend(found, json.loads(line.removeprefix("data: ")))
-            if self._is_answered(response, request.kind):
+                        part = json.loads(line.removeprefix("data: "))
+                        _extend(found, part)
+                        status = part.get("error", {}).get("code", status)
+            # A full queue shows only when the stream has begun.
+            if self._is_answered(max(status, response.status_code), request.kind):
                 self._compare(request.kind, found, expected)
 
     async def _leave(self) -> None:
@@ -178,12 +183,12 @@ class Clients:
             [known for known in self.expected if "prompt_logprobs" not in known[0].sampling]
         )
 
-    def _is_answered(self, response: httpx.Response, kind: str) -> bool:
-        if response.status_code == 503:
+    def _is_answered(self, status: int, kind: str) -> bool:
+        if status == 503:
             self.outcomes.counts["busy"] += 1
-        elif response.status_code != 200:
-            self.outcomes.wrong.append(f"status {response.status_code} for {kind}")
-        return response.status_code == 200
+        elif status != 200:
+            self.outcomes.wrong.append(f"status {status} for {kind}")
+        return status == 200
 
     def _compare(self, kind: str, found: Choices, expected: Choices) -> None:
         if found == expected:

@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ import typer
 from _clients import MODEL_NAME, Clients
 from _engine import default_model, machine, plugin_environment, run_script, table_console
 from _fuzz import fuzz
-from _mixture import KINDS, MAX_MODEL_LEN, SERVER, draw
+from _mixture import KINDS, MAX_MODEL_LEN, SERVER, Request, draw
 from _server import Server, serving
 from _shallow import shallow_copy
 from _texts import plain_prompts
@@ -39,7 +40,9 @@ def main(
     minutes: Annotated[float, typer.Option(help="Longest time for all requests.")] = 10.0,
     num_requests: Annotated[int, typer.Option(min=10)] = 5000,
     num_distinct: Annotated[int, typer.Option(min=1, help="Different good ones.")] = 60,
-    num_fuzzed: Annotated[int, typer.Option(help="More, drawn from the OpenAPI schema.")] = 300,
+    num_fuzzed: Annotated[
+        int, typer.Option(min=10, help="More, drawn from the OpenAPI schema.")
+    ] = 300,
     num_clients: int = 12,
     burst: Annotated[int, typer.Option(help="Requests sent at once, now and then.")] = 48,
     kv_mib: int = 5,
@@ -55,19 +58,12 @@ def main(
     requests = draw(text, num_distinct, num_distinct, seed, KINDS, share_leaving=0.0)
     with tempfile.TemporaryDirectory() as scratch:
         folder = shallow_copy(source_model, num_layers, Path(scratch, "model"))
-        environment = {
-            **plugin_environment(),
-            "VLLM_SERVER_DEV_MODE": "1",
-        }  # resets, worker's state
-        flags = _flags(kv_mib)
-        with serving(console, "server", str(folder), flags, environment) as server:
+        # The development mode lets us preempt everybody and ask the worker what it remembers.
+        environment = plugin_environment() | {"VLLM_SERVER_DEV_MODE": "1"}
+        with serving(console, "server", str(folder), _flags(kv_mib), environment) as server:
             clients = Clients(server.url, [], Random(seed))
-            with console.status("asking everything once, alone"):
-                started = time.perf_counter()
-                coroutine = _soak(
-                    clients, server, requests, settings, started + 60 * minutes, console
-                )
-                summary = asyncio.run(coroutine)
+            started = time.perf_counter()
+            summary = asyncio.run(_soak(clients, server, requests, settings, console))
     summary["seconds"] = round(time.perf_counter() - started, 1)
     _print_table(clients, summary)
     settings["model"] = source_model.name
@@ -90,46 +86,57 @@ def _flags(kv_mib: int) -> list[str]:
 async def _soak(
     clients: Clients,
     server: Server,
-    requests: list[Any],
+    requests: list[Request],
     settings: dict[str, Any],
-    deadline: float,
     console: Console,
 ) -> dict[str, Any]:
-    for request in requests:
-        clients.expected.append((request, await clients.choices(request)))
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + 60 * settings["minutes"]
+    with console.status("asking everything once, alone"):
+        for request in requests:
+            clients.expected.append((request, await clients.choices(request)))
     before = await _idle(clients.http, server)
     num_requests, num_fuzzed = settings["num_requests"], settings["num_fuzzed"]
     load = (settings["num_clients"], settings["burst"])
-    loop = asyncio.get_running_loop()
-    deadline += loop.time() - time.perf_counter()
 
-    async def phase(share: float, name: str) -> tuple[Any, list[str]]:
+    async def phase(share: float, name: str, seed: int) -> tuple[Counter[int], list[str]]:
         with console.status(name):
-            fuzzing = asyncio.to_thread(fuzz, server.url, int(num_fuzzed * share), settings["seed"])
+            fuzzing = asyncio.to_thread(fuzz, server.url, int(num_fuzzed * share), seed)
             loading = clients.run(int(num_requests * share), *load, deadline)
             found, _ = await asyncio.gather(fuzzing, loading)
             return found
 
-    statuses, failures = await phase(WARM_UP, "warming up")
+    statuses, failures = await phase(WARM_UP, "warming up", settings["seed"])
     warm = await _idle(clients.http, server)
-    more, more_failures = await phase(1 - WARM_UP, "under load")
+    more, more_failures = await phase(1 - WARM_UP, "under load", settings["seed"] + 1)
     after = await _idle(clients.http, server)
     await clients.http.aclose()
-    growth = after["resident_mib"] / warm["resident_mib"] - 1
-    problems = [*clients.outcomes.wrong, *clients.outcomes.lost, *failures, *more_failures]
+    return _summary(clients, statuses + more, failures + more_failures, (before, warm, after))
+
+
+def _summary(
+    clients: Clients,
+    statuses: Counter[int],
+    failures: list[str],
+    states: tuple[dict[str, Any], dict[str, Any], dict[str, Any]],
+) -> dict[str, Any]:
+    """What came of the requests, and what differs from the states before them."""
+    before, warm, after = states
+    growth = sum(after["resident_mib"]) / sum(warm["resident_mib"]) - 1
+    problems = [*clients.outcomes.wrong, *clients.outcomes.lost, *failures]
     problems += [f"{name}: {after[name]}" for name in LEAKS if after[name] != before[name]]
     if growth > MAX_GROWTH:
         problems.append(f"resident memory grew by {growth:.1%}")
     return {
-        "requests": clients.outcomes.num_requests + (statuses + more).total(),
+        "requests": clients.outcomes.num_requests + statuses.total(),
         "outcomes": clients.outcomes.counts,
         "wrong": len(clients.outcomes.wrong),
         "lost": len(clients.outcomes.lost),
-        "fuzzed_by_status": statuses + more,
-        "fuzzed_failures": len(failures + more_failures),
+        "fuzzed_by_status": statuses,
+        "fuzzed_failures": len(failures),
         "preemptions": after["preemptions"],
         "prompts_evicted": after["prompts_evicted"],
-        "resident_mib": [state["resident_mib"] for state in (before, warm, after)],
+        "resident_mib": [state["resident_mib"] for state in states],
         "growth": round(growth, 4),
         "leaks": {name: after[name] for name in LEAKS},
         "problems": problems[:20],
@@ -158,7 +165,7 @@ async def _idle(http: httpx.AsyncClient, server: Server) -> dict[str, Any]:
         "requests_remembered": worker["num_requests"],
         "preemptions": metrics["vllm:num_preemptions_total"],
         "prompts_evicted": metrics["vllm:kv_eviction_requests_total"],
-        "resident_mib": round(_resident_bytes(server.pid) / 2**20, 1),
+        "resident_mib": _resident_mib(server.pid),
     }
 
 
@@ -168,10 +175,11 @@ async def _metrics(http: httpx.AsyncClient) -> dict[str, float]:
     return {sample.name: sample.value for family in families for sample in family.samples}
 
 
-def _resident_bytes(pid: int) -> int:
-    """Resident memory of a server and all processes that it started."""
+def _resident_mib(pid: int) -> list[float]:
+    """Resident memory of a server and of each process that it started."""
     server = psutil.Process(pid)
-    return sum(process.memory_info().rss for process in (server, *server.children(recursive=True)))
+    processes = (server, *server.children(recursive=True))
+    return [round(process.memory_info().rss / 2**20, 1) for process in processes]
 
 
 def _print_table(clients: Clients, summary: dict[str, Any]) -> None:
@@ -189,7 +197,8 @@ def _print_table(clients: Clients, summary: dict[str, Any]) -> None:
     before, warm, after = summary["resident_mib"]
     console.print(
         f"{summary['preemptions']:.0f} preemptions, {summary['prompts_evicted']:.0f} prompts "
-        f"evicted; resident {before} MiB before, {warm} after warm-up, {after} at the end"
+        f"evicted; resident MiB by process: {before} before, {warm} after warm-up, {after} at the "
+        "end"
     )
     for problem in summary["problems"]:
         console.print(problem, markup=False)
