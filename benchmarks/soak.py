@@ -7,6 +7,7 @@ nobody else asked, in float32. The last line of the output is one JSON object.
 
 import asyncio
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -29,8 +30,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-WARM_UP = 0.3
-"""Share of the requests before the server's memory is taken for the first time."""
+WARM_UP = 0.5
+"""Share of the requests before memory is measured.
+
+Its peak is reached when the largest batches that ask for log-probabilities of their prompts have
+met, with stock vLLM too.
+"""
 MAX_GROWTH = 0.02
 
 
@@ -52,6 +57,7 @@ def main(
     settings = dict(locals())
     from transformers import AutoTokenizer
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped
     console = Console(stderr=True)
     source_model = Path(model or default_model())
     ((text,), _) = plain_prompts(AutoTokenizer.from_pretrained(source_model), 1, 20_000)
