@@ -8,19 +8,17 @@ import math
 import subprocess
 from collections.abc import Callable, Mapping
 from functools import cache
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_kvselect import allocation, compaction, pruning, selection
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.kernels.build import load_library
 from vllm_kvselect.scoring import snapkv
 from vllm_kvselect.scoring import value_norms as references
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
-_SOURCE = Path(__file__).parent / "cpu" / "library.cpp"
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -32,7 +30,7 @@ class KernelError(RuntimeError):
 def load() -> Mapping[Callable[..., Any], Callable[..., Any]]:
     """Compiles the kernels, or finds them compiled, and tries them.
 
-    The first call on a machine takes about 15 s; the result is kept in torch's folder for
+    The first call on a machine takes about 25 s; the result is kept in torch's folder for
     extensions (`TORCH_EXTENSIONS_DIR`).
 
     Returns:
@@ -41,20 +39,8 @@ def load() -> Mapping[Callable[..., Any], Callable[..., Any]]:
     Raises:
         KernelError: If there is no compiler, or the machine lacks the instructions.
     """
-    capability = torch.backends.cpu.get_cpu_capability()
-    flags = ["-O3", "-march=native", "-fopenmp", f"-DCPU_CAPABILITY={capability}"]
-    if capability != "DEFAULT":
-        flags.append(f"-DCPU_CAPABILITY_{capability}")
     try:
-        # Imports setuptools: not before it is needed.
-        from torch.utils import cpp_extension
-
-        cpp_extension.load(
-            _name(capability),
-            [str(_SOURCE)],
-            extra_cflags=flags,
-            is_python_module=False,
-        )
+        load_library()
         _try()
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -62,15 +48,6 @@ def load() -> Mapping[Callable[..., Any], Callable[..., Any]]:
             f"the CPU kernels are not available ({reason[0]}); install g++ and ninja"
         ) from error
     return TWINS
-
-
-def _name(capability: str) -> str:
-    """A name that only the same sources on the same torch share: installations share a folder."""
-    digest = sha256()
-    for source in sorted(_SOURCE.parent.iterdir()):
-        digest.update(source.read_bytes())
-    release = torch.__version__.replace(".", "_").replace("+", "_")
-    return f"vllm_kvselect_{digest.hexdigest()[:12]}_{capability.lower()}_torch_{release}"
 
 
 def _try() -> None:
