@@ -8,7 +8,15 @@ import torch
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.evaluation.capture import Layer
 from vllm_kvselect.evaluation.errors import EvaluationError
-from vllm_kvselect.methods import METHODS, Retention, retain, retain_pool, score_layer
+from vllm_kvselect.methods import (
+    METHODS,
+    NO_TWINS,
+    Retention,
+    Twins,
+    retain,
+    retain_pool,
+    score_layer,
+)
 from vllm_kvselect.ranking import Candidates
 from vllm_kvselect.retention import RetentionPlan, plan
 from vllm_kvselect.scoring.value_norms import OutputProjection
@@ -24,12 +32,14 @@ class Prompt(NamedTuple):
         block_size: Tokens per block: 1 counts a budget in entries as papers do, 32 is the engine's.
         what_if: `foresight` scores by the queries that follow the prompt instead of by the
             window's; `equal-norms` makes all value norms equal. See `AnalysisConfig`.
+        twins: What computes in place of the references.
     """
 
     layers: list[Layer]
     num_tokens: int
     block_size: int
     what_if: str | None = None
+    twins: Twins = NO_TWINS
 
 
 def retained_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
@@ -105,22 +115,22 @@ def _choose(
     if METHODS[config.method].pooled:
         everything = slice(0, len(prompt.layers))
         candidates = _score(prompt, everything, scored, config)
-        yield everything, retain_pool(candidates, planned.num_packed, prompt.block_size, config)
+        pool = (planned.num_packed, prompt.block_size, config, prompt.twins)
+        yield everything, retain_pool(candidates, *pool)
         return
     for index, layer in enumerate(prompt.layers):
         inputs = _inputs(prompt, layer, scored, config)
         sizes = (planned.num_packed, prompt.block_size)
-        yield slice(index, index + 1), retain(*inputs, *sizes, config, index)
+        retention = retain(*inputs, *sizes, config, index, prompt.twins)
+        yield slice(index, index + 1), retention
 
 
 def _score(prompt: Prompt, layers: slice, scored: int, config: EvictionConfig) -> Candidates:
-    indices = range(len(prompt.layers))[layers]
-    return Candidates.stack(
-        [
-            score_layer(*_inputs(prompt, prompt.layers[index], scored, config), config, index)
-            for index in indices
-        ]
-    )
+    chosen = []
+    for index in range(len(prompt.layers))[layers]:
+        inputs = _inputs(prompt, prompt.layers[index], scored, config)
+        chosen.append(score_layer(*inputs, config, index, prompt.twins))
+    return Candidates.stack(chosen)
 
 
 def _inputs(

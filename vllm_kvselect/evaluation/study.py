@@ -20,6 +20,7 @@ from vllm_kvselect.evaluation.perturbation import (
     head_outputs,
     retained_attention,
 )
+from vllm_kvselect.evaluation.remembered import remembering
 from vllm_kvselect.evaluation.retained import Prompt
 from vllm_kvselect.evaluation.settings import AnalysisConfig
 from vllm_kvselect.evaluation.tasks import TASKS, Case, Scenario
@@ -155,7 +156,9 @@ class Study:
         layers = capture(self.model, case.prompt + case.answer)
         for scenario in self.config.scenarios:
             num_tokens = len(case.compressed(scenario))
-            prompt = Prompt(layers, num_tokens, self.config.block_size, self.config.what_if)
+            prompt = Prompt(
+                layers, num_tokens, self.config.block_size, self.config.what_if, remembering()
+            )
             yield Sample(self.model, case, scenario, prompt)
 
 

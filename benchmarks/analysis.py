@@ -1,0 +1,86 @@
+"""Every run behind docs/analysis.md, one after the other, and how long each takes.
+
+Records, tables and figures of a run go to a folder of its name. The last line of the output is one
+JSON object.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from _engine import BenchmarkError, machine, run_script, table_console
+from rich.table import Table
+
+UNPOOLED = "--set stage_2_scores=unpooled"
+BY_SCORE_ALONE = f"{UNPOOLED} --set eps=0.0"
+AT_20 = "perturbation --num-texts 4 --budgets 0.2"
+ABLATION = "ablation --num-texts 16 --length 1000"
+
+RUNS: dict[str, str] = {
+    "perturbation": "perturbation",
+    "perturbation-pooled": AT_20,
+    "perturbation-unpooled": f"{AT_20} {UNPOOLED}",
+    "perturbation-no-eps": f"{AT_20} {BY_SCORE_ALONE}",
+    "perturbation-equal-norms": f"{AT_20} {BY_SCORE_ALONE} --what-if equal-norms",
+    "perturbation-needle": f"{AT_20} --task needle",
+    "perturbation-code": f"{AT_20} --texts stdlib",
+    "assumption": "assumption",
+    "bound": "bound --num-texts 4 --methods snapkv,snapkv-perturb",
+    "alpha": "alpha --num-texts 4",
+    "alpha-unpooled": f"alpha --num-texts 4 {BY_SCORE_ALONE}",
+    "metric": "metric --num-texts 4",
+    "metric-unpooled": f"metric --num-texts 4 {BY_SCORE_ALONE}",
+    "budget": "budget --num-texts 3 --length 3000",
+    "budget-unpooled": (
+        "budget --num-texts 3 --length 3000 --methods snapkv-perturb,adakv-perturb "
+        f"{BY_SCORE_ALONE}"
+    ),
+    "ablation-needle": f"{ABLATION} --task needle",
+    "ablation-prose": ABLATION,
+    "ablation-code": f"{ABLATION} --texts stdlib",
+    "ablation-pairs": f"{ABLATION} --task pairs",
+}
+"""Name of each run and what follows `vllm-kvselect analyze`."""
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Names of runs, by commas; all by default.")] = "",
+    out: Annotated[Path, typer.Option(help="Folder of the runs' folders.")] = Path("analysis"),
+) -> None:
+    """Repeats the analysis of docs/analysis.md."""
+    names = only.split(",") if only else list(RUNS)
+    if unknown := set(names) - set(RUNS):
+        raise BenchmarkError(f"no such run: {', '.join(unknown)}; there are {', '.join(RUNS)}")
+    seconds = {name: _run(name, out / name) for name in names}
+
+    table = Table(title="docs/analysis.md", caption=machine()["cpu"])
+    for column in ("run", "analyze ...", "seconds"):
+        table.add_column(column, justify="right" if column == "seconds" else "left")
+    for name, took in seconds.items():
+        table.add_row(name, RUNS[name], f"{took:.0f}")
+    table.add_row("all", "", f"{sum(seconds.values()):.0f}")
+    table_console().print(table)
+    rounded = {name: round(took, 1) for name, took in seconds.items()}
+    print(json.dumps({"machine": machine(), "seconds": rounded}))
+
+
+def _run(name: str, out: Path) -> float:
+    command = [Path(sys.executable).with_name("vllm-kvselect"), "analyze"]
+    started = time.perf_counter()
+    process = subprocess.run(
+        [*command, *shlex.split(RUNS[name]), "--out", out],
+        stdout=subprocess.DEVNULL,
+        check=False,
+    )
+    if process.returncode != 0:
+        raise BenchmarkError(f"run {name} failed; its message is above")
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    run_script(main)
