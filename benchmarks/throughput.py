@@ -136,7 +136,7 @@ def _summary(measured: list[Round]) -> dict[str, Any]:
 
 def _print_table(measured: list[Round], summary: dict[str, Any]) -> None:
     table = Table(title="Throughput: stock vLLM and the plugin")
-    columns = ("round", "engine", "seconds", "tokens/s", "preemptions", "blocks")
+    columns = ("round", "engine", "seconds", "tokens/s", "requests/step", "preemptions", "blocks")
     for column in (*columns, "prefill alone", "selection in it"):
         table.add_column(column, justify="left" if column == "engine" else "right")
     for number, results in enumerate(measured, start=1):
@@ -146,6 +146,7 @@ def _print_table(measured: list[Round], summary: dict[str, Any]) -> None:
                 name,
                 f"{result['seconds']:.1f}",
                 f"{result['output_tokens'] / result['seconds']:.1f}",
+                f"{result['output_tokens'] / result['steps']:.1f}",
                 str(result["preemptions"]),
                 f"{result['num_blocks']} x {result['block_size']}",
                 f"{result['prefill_seconds']:.2f} s",
@@ -172,9 +173,9 @@ def measure(job: Job) -> Result:
     # such as compiling or binding weights, happens here.
     _generate(llm, [job["warm_up"]], WARM_UP_TOKENS)
 
-    before = _preemptions(llm)
+    before = _counts(llm)
     seconds, stats = _timed(llm, job, job["output_len"])
-    preemptions = _preemptions(llm) - before
+    steps, preemptions = (after - b for after, b in zip(_counts(llm), before, strict=True))
     prefill_seconds, prefill_stats = _timed(llm, job, 1)
     return {
         "seconds": seconds,
@@ -182,6 +183,7 @@ def measure(job: Job) -> Result:
         "selection_seconds": stats["selection_seconds"],
         "selection_seconds_in_prefill": prefill_stats["selection_seconds"],
         "num_evicted": stats["num_evicted"],
+        "steps": steps,
         "preemptions": preemptions,
         "output_tokens": len(job["prompts"]) * job["output_len"],
         **describe(llm),
@@ -210,8 +212,13 @@ def _generate(llm: "LLM", prompts: list[list[int]], output_len: int) -> None:
         raise RuntimeError(f"asked {len(prompts)} times for {output_len} tokens, got {counts}")
 
 
-def _preemptions(llm: "LLM") -> int:
-    return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+def _counts(llm: "LLM") -> tuple[int, int]:
+    """Steps of the engine and preemptions so far."""
+    metrics = {each.name: each for each in llm.get_metrics()}
+    return (
+        metrics["vllm:iteration_tokens_total"].count,
+        metrics["vllm:num_preemptions"].value,
+    )
 
 
 def _eviction(method: str, budget: str) -> dict[str, Any]:
