@@ -155,6 +155,7 @@ def _extra_memory(length: int, config: EvictionConfig) -> int:
     from selection import SHAPE
 
     from vllm_kvselect.kernels import cpu
+    from vllm_kvselect.methods import retain
 
     torch.set_num_threads(1)
     num_tokens = (length - config.window) // BLOCK_SIZE * BLOCK_SIZE
@@ -166,7 +167,7 @@ def _extra_memory(length: int, config: EvictionConfig) -> int:
         ctypes.CDLL(None).malloc_trim(0)  # freed memory that selection would take without a trace
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-        cpu.retain(query, key, value[:, :num_tokens], *arguments, twins=twins)
+        retain(query, key, value[:, :num_tokens], *arguments, twins=twins)
         return _resident("VmHWM") - before
 
     twins = cpu.load()

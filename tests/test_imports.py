@@ -23,8 +23,8 @@ LEFT_TO_RIGHT = (
     ("ranking",),
     ("compaction",),
     ("page_table",),
-    ("methods",),
     ("kernels",),
+    ("methods",),
     ("engine",),
 )
 """Later parts may import earlier ones, never the other way round."""

@@ -266,26 +266,6 @@ def test_what_is_retained_is_as_good_as_what_the_reference_retains(
     assert len(both) >= expected.retained.numel() - 2
 
 
-@every_method_case
-@few
-@given(shape=shapes(), seed=seeds, dtype=st.sampled_from(DTYPES))
-def test_one_call_retains_what_its_parts_retain(
-    case: MethodCase, shape: Shape, seed: int, dtype: torch.dtype
-) -> None:
-    layer = random_layer(shape, seed, dtype)
-    projection = cpu.pack(OutputProjection.of(layer.output_projection))
-    if not METHODS[case.method].perturbation:
-        projection = None
-    value = layer.value[:, : shape.num_tokens]
-    sizes = (shape.scale, shape.num_packed, shape.block_size)
-    arguments = (layer.query, layer.key, value, projection, *sizes)
-    config = case.config(window=shape.window)
-    expected = retain(*arguments, config, twins=cpu.TWINS)
-    retention = cpu.retain(*arguments, config, twins=cpu.TWINS)
-    assert torch.equal(retention.offsets, expected.offsets)
-    assert torch.equal(retention.retained, expected.retained)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_bad", [1, 5])
 @every_method_case

@@ -318,7 +318,7 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, completion: Completion
     ) -> Retention:
         """Chooses the entries from keys and values `[num_kv_heads, num_tokens, head_size]`."""
-        return self._twins.get(retain, retain)(
+        return retain(
             *self._inputs(query, key, value, completion),
             completion.plan.num_packed,
             self._codec.block_size,

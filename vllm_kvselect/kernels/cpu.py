@@ -6,15 +6,15 @@ dtypes go to the reference. A machine without a C++ compiler serves with the ref
 
 import math
 import subprocess
+from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
 import torch
 
 from vllm_kvselect import allocation, compaction, pruning, selection
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.build import load_library
-from vllm_kvselect.methods import METHODS, NO_TWINS, Method, Retention, Twins, choice
-from vllm_kvselect.ranking import by_score
 from vllm_kvselect.scoring import snapkv
 from vllm_kvselect.scoring import value_norms as references
 from vllm_kvselect.scoring.value_norms import OutputProjection
@@ -27,7 +27,7 @@ class KernelError(RuntimeError):
 
 
 @cache
-def load() -> Twins:
+def load() -> Mapping[Callable[..., Any], Callable[..., Any]]:
     """Compiles the kernels, or finds them compiled, and tries them.
 
     The first call on a machine takes about 25 s; the result is kept in torch's folder for
@@ -74,14 +74,10 @@ def snapkv_scores(
     layer_index: int = 0,
 ) -> torch.Tensor:
     """Twin of `snapkv.snapkv_scores`, for means over the group and maxima in the pooling."""
-    if not _scores_here(key, config):
+    as_usual = config.group_reduction == "mean" and config.pooling == "max"
+    if key.dtype not in _DTYPES or key.shape[2] % 2 or not as_usual:
         return snapkv.snapkv_scores(query, key, scale, config, layer_index)
     return _call("snapkv_scores", _rows(query), _rows(key), scale, config.kernel_size)
-
-
-def _scores_here(key: torch.Tensor, config: EvictionConfig) -> bool:
-    as_usual = config.group_reduction == "mean" and config.pooling == "max"
-    return as_usual and key.dtype in _DTYPES and key.shape[2] % 2 == 0
 
 
 def value_norms(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -120,24 +116,20 @@ def select_and_project(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Selects as `select_pruned`, and returns also the norms that it took, 0 elsewhere."""
+    group, hidden_size = projection.weight.shape[2:]
     selected: tuple[torch.Tensor, torch.Tensor] = torch.ops.vllm_kvselect.select_pruned(
         _rows(scores),
         _rows(weights),
         _rows(value),
         projection.packed,
-        projection.weight.shape[2],
+        group,
         projection.bound_form,
-        _bound_factor(value, projection),
+        math.sqrt(hidden_size) * pruning.rounding_factor(value, hidden_size),
         budgets,
         alpha,
         eps,
     )
     return selected
-
-
-def _bound_factor(value: torch.Tensor, projection: OutputProjection) -> float:
-    hidden_size = projection.weight.shape[3]
-    return math.sqrt(hidden_size) * pruning.rounding_factor(value, hidden_size)
 
 
 def adaptive_pages(
@@ -146,13 +138,9 @@ def adaptive_pages(
     """Twin of `allocation.adaptive_pages`, for a blended floor."""
     if scores.dtype != torch.float32 or config.floor != "blend":
         return allocation.adaptive_pages(scores, num_packed, block_size, config)
-    share, unit = _share_of_even(config)
+    unit = allocation.SAFEGUARD_UNIT
+    share = round(config.safeguard * unit)
     return _call("adaptive_pages", _rows(scores), num_packed, block_size, share, unit)
-
-
-def _share_of_even(config: EvictionConfig) -> tuple[int, int]:
-    """Share of the even budget that is blended into a head's, and the unit it is in."""
-    return round(config.safeguard * allocation.SAFEGUARD_UNIT), allocation.SAFEGUARD_UNIT
 
 
 def stage_1_mask(scores: torch.Tensor, budgets: torch.Tensor, alpha: float) -> torch.Tensor:
@@ -167,65 +155,6 @@ def select(scores: torch.Tensor, budgets: torch.Tensor, num_retained: int) -> to
     if scores.dtype != torch.float32:
         return selection.select(scores, budgets, num_retained)
     return _call("best_indices", _rows(scores), budgets, num_retained)
-
-
-def retain(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output_projection: OutputProjection | None,
-    scale: float,
-    num_packed: int,
-    block_size: int,
-    config: EvictionConfig,
-    layer_index: int = 0,
-    twins: Twins = NO_TWINS,
-) -> Retention:
-    """Twin of `methods.retain`: SnapKV and AdaKV in one call, others of the parts above.
-
-    A call of PyTorch takes a few microseconds, and there is a layer's worth of them in each prompt.
-    """
-    method, projection = METHODS[config.method], output_projection
-    packed = projection.packed if projection else None
-    if not (_in_one_call(method, config) and _scores_here(key, config)) or (
-        method.perturbation and packed is None
-    ):
-        sizes = (scale, num_packed, block_size)
-        return choice.retain(query, key, value, projection, *sizes, config, layer_index, twins)
-    share, unit = _share_of_even(config)
-    if method.allocator is allocation.uniform_pages:
-        share = unit
-    retained, offsets = torch.ops.vllm_kvselect.retain(
-        _rows(query),
-        _rows(key),
-        _rows(value),
-        scale,
-        config.kernel_size,
-        num_packed,
-        block_size,
-        share,
-        unit,
-        packed if method.perturbation else None,
-        projection.weight.shape[2] if projection else 0,
-        projection.bound_form if projection else None,
-        _bound_factor(value, projection) if projection else 0.0,
-        config.alpha,
-        config.eps,
-    )
-    return Retention(retained, offsets)
-
-
-def _in_one_call(method: Method, config: EvictionConfig) -> bool:
-    """Whether a method is SnapKV or AdaKV, each with a second stage or without, as published."""
-    blended = method.allocator is allocation.adaptive_pages and config.floor == "blend"
-    return (
-        method.scorer is snapkv.snapkv_scores
-        and method.ranking is by_score
-        and method.two_stages == method.perturbation
-        and not method.pooled
-        and (blended or method.allocator is allocation.uniform_pages)
-        and not (method.perturbation and config.stage_2_scores == "unpooled")
-    )
 
 
 def read_pages(cache: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -250,8 +179,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-TWINS: Twins = {
-    choice.retain: retain,
+TWINS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     snapkv.snapkv_scores: snapkv_scores,
     references.value_norms: value_norms,
     pruning.select_pruned: select_pruned,

@@ -104,41 +104,13 @@ Tensor best_indices(const Tensor& scores, const Tensor& counts, int64_t num_reta
 
 // Pages of every head: how many of the layer's best entries it has, with a share of the even budget
 // blended in, and rounded. `share` is in `unit`ths.
-std::vector<int64_t> pages_of_heads(const Tensor& scores, int64_t num_packed, int64_t block_size, int64_t share,
-                                    int64_t unit) {
+Tensor adaptive_pages(const Tensor& scores, int64_t num_packed, int64_t block_size, int64_t share, int64_t unit) {
   TORCH_CHECK(scores.stride(1) == 1);
-  if (share == unit) return std::vector<int64_t>(scores.size(0), num_packed);
   const int64_t even = num_packed * block_size;
   std::vector<int64_t> budgets = head_counts(scores, even * scores.size(0));
   for (int64_t& budget : budgets) budget = budget * (unit - share) + share * even;
-  return largest_remainder(budgets, unit * block_size);
-}
-
-Tensor adaptive_pages(const Tensor& scores, int64_t num_packed, int64_t block_size, int64_t share, int64_t unit) {
-  return at::tensor(pages_of_heads(scores, num_packed, block_size, share, unit),
-                    scores.options().dtype(at::kLong));
-}
-
-// The whole choice of a layer: retained entries and the heads' runs of pages. Without a packed W_O
-// all of it is selected by score.
-std::tuple<Tensor, Tensor> retain(const Tensor& query, const Tensor& key, const Tensor& value, double scale,
-                                  int64_t kernel_size, int64_t num_packed, int64_t block_size, int64_t share,
-                                  int64_t unit, const std::optional<Tensor>& packed, int64_t group,
-                                  const std::optional<Tensor>& form, double factor, double alpha, double eps) {
-  const Tensor scores = snapkv_scores(query, key, scale, kernel_size).narrow(1, 0, value.size(1));
-  const int64_t num_heads = scores.size(0);
-  const std::vector<int64_t> pages = pages_of_heads(scores, num_packed, block_size, share, unit);
-  const auto integers = scores.options().dtype(at::kLong);
-  Tensor budgets = at::empty({num_heads}, integers), offsets = at::empty({num_heads + 1}, integers);
-  int64_t *budget = budgets.mutable_data_ptr<int64_t>(), *offset = offsets.mutable_data_ptr<int64_t>();
-  offset[0] = 0;
-  for (int64_t head = 0; head < num_heads; ++head) {
-    budget[head] = pages[head] * block_size;
-    offset[head + 1] = offset[head] + pages[head];
-  }
-  if (!packed) return {best_indices(scores, budgets, num_packed * num_heads * block_size), offsets};
-  auto [retained, norms] = select_pruned(scores, scores, value, *packed, group, *form, factor, budgets, alpha, eps);
-  return {retained, offsets};
+  const std::vector<int64_t> pages = largest_remainder(budgets, unit * block_size);
+  return at::tensor(pages, scores.options().dtype(at::kLong));
 }
 
 template <typename Element>
@@ -201,10 +173,6 @@ TORCH_LIBRARY(vllm_kvselect, library) {
   library.def("best_indices(Tensor scores, Tensor counts, int num_retained) -> Tensor", best_indices);
   library.def(
       "adaptive_pages(Tensor scores, int num_packed, int block_size, int share, int unit) -> Tensor", adaptive_pages);
-  library.def(
-      "retain(Tensor query, Tensor key, Tensor value, float scale, int kernel_size, int num_packed, int block_size, "
-      "int share, int unit, Tensor? packed, int group, Tensor? form, float factor, float alpha, float eps) "
-      "-> (Tensor, Tensor)", retain);
   library.def("read_pages(Tensor cache, Tensor pages, Tensor places) -> Tensor", read_pages);
   library.def("gather_entries(Tensor entries, Tensor retained, int num_competing) -> Tensor", gather_entries);
 }
