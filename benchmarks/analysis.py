@@ -19,7 +19,7 @@ from rich.table import Table
 UNPOOLED = "--set stage_2_scores=unpooled"
 BY_SCORE_ALONE = f"{UNPOOLED} --set eps=0.0"
 AT_20 = "perturbation --num-texts 4 --budgets 0.2"
-ABLATION = "ablation --num-texts 16 --length 1000"
+ABLATION = "ablation --num-texts 12 --length 1000"
 
 RUNS: dict[str, str] = {
     "perturbation": "perturbation",
