@@ -6,6 +6,7 @@ JSON object.
 
 import json
 import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -64,6 +65,8 @@ def main(
             zip(names, pool.map(lambda name: _run(name, out / name), names), strict=True)
         )
     total = time.perf_counter() - started
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_seconds = used.ru_utime + used.ru_stime
 
     table = Table(title="docs/analysis.md", caption=machine()["cpu"])
     for column in ("run", "analyze ...", "seconds"):
@@ -71,9 +74,11 @@ def main(
     for name, took in seconds.items():
         table.add_row(name, RUNS[name], f"{took:.0f}")
     table.add_row("from beginning to end", "", f"{total:.0f}")
+    table.add_row("of processors", "", f"{cpu_seconds:.0f}")
     table_console().print(table)
     rounded = {name: round(took, 1) for name, took in seconds.items()}
-    print(json.dumps({"machine": machine(), "seconds": rounded, "total": round(total, 1)}))
+    times = {"seconds": rounded, "total": round(total, 1), "of_processors": round(cpu_seconds, 1)}
+    print(json.dumps({"machine": machine(), **times}))
 
 
 def _run(name: str, out: Path) -> float:
