@@ -25,7 +25,7 @@ from vllm_kvselect.retention import budget_entries, plan
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
-_WORKER = "vllm_kvselect.engine.worker.EvictionCPUWorker"
+_WORKER = "vllm_kvselect.engine.cpu_worker.EvictionCPUWorker"
 _ENGINE = "vllm_kvselect.engine"
 _POOL_SCHEDULERS = {
     False: f"{_ENGINE}.pool_scheduler.PoolScheduler",
