@@ -19,6 +19,9 @@ from vllm import _custom_ops
 from vllm.v1.attention.backends import flash_attn
 
 FP8 = torch.float8_e4m3fn
+DTYPES = {torch.bfloat16}
+"""Of queries and of an unquantised cache; the real calls take float16 too."""
+
 PADDING = -1
 """Slot of a token that pads a batch."""
 
@@ -68,10 +71,10 @@ def flash_attn_varlen_func(**given: Any) -> torch.Tensor:
     num_sequences, num_heads, head_size = len(lengths), *q.shape[1:]
     num_pages, page_size, num_kv_heads, _ = k.shape
     quantized = k.dtype == FP8
-    assert q.dtype == (FP8 if quantized else torch.bfloat16)
     assert k.dtype == v.dtype == q.dtype
+    assert quantized or q.dtype in DTYPES
     assert _is_rows(q, q.dtype, len(q), num_heads, head_size)
-    assert _is_rows(out, torch.bfloat16, *q.shape)
+    assert _is_rows(out, torch.bfloat16 if quantized else q.dtype, *q.shape)
     assert page_size % 16 == 0
     assert num_heads % num_kv_heads == 0
     for cache in (k, v):
@@ -156,4 +159,6 @@ def install(patch: pytest.MonkeyPatch) -> None:
     for function in (flash_attn_varlen_func, reshape_and_cache_flash, get_scheduler_metadata):
         patch.setattr(flash_attn, function.__name__, function, raising=False)
     patch.setattr(flash_attn, "get_flash_attn_version", lambda **_: 3)
-    patch.setattr(flash_attn, "flash_attn_supports_kv_cache_dtype", lambda *_, **__: True)
+    for feature in ("kv_cache_dtype", "sinks"):
+        name = f"flash_attn_supports_{feature}"
+        patch.setattr(flash_attn, name, lambda *_, **__: True, raising=False)

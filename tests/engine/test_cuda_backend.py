@@ -31,6 +31,7 @@ from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine.cuda_backend import HeadwiseFlashAttentionBackend
 from vllm_kvselect.engine.cuda_tables import buffer_bytes
 from vllm_kvselect.engine.headwise import HeadwiseMetadata
+from vllm_kvselect.engine.warm_up import warm_up
 from vllm_kvselect.methods import METHODS, NO_TWINS
 from vllm_kvselect.scoring.value_norms import value_norms
 
@@ -126,7 +127,7 @@ def test_an_fp8_cache_with_scales_per_head_is_refused() -> None:
     layer = layers.layers[0]
     layer._k_scale = torch.ones(NUM_KV_HEADS)
     with pytest.raises(ConfigError, match=r"scales per head.*--kv-cache-dtype bfloat16"):
-        layer.impl.start(0, layer, layers.state, layers.builder._tables, torch.bfloat16, {})
+        layer.impl.start(0, layer, layers.state, layers.builder.tables, torch.bfloat16, {})
 
 
 class Replays:
@@ -229,7 +230,7 @@ def test_neither_a_decode_step_nor_a_completion_waits_for_the_device(
 
 
 def test_the_buffers_take_what_their_formula_says(layers: Layers) -> None:
-    tables = layers.builder._tables
+    tables = layers.builder.tables
     held = [part for part in vars(tables).values() if isinstance(part, torch.Tensor)]
     size = MAX_NUM_SEQS, NUM_KV_HEADS, NUM_LAYERS, MAX_MODEL_LEN, BLOCK_SIZE
     assert buffer_bytes(*size) == sum(part.nbytes for part in held)
@@ -257,3 +258,29 @@ def test_layers_that_the_one_head_view_cannot_express_are_refused(
     impl = HeadwiseFlashAttentionBackend.get_impl_cls()
     with pytest.raises(ConfigError, match=reason):
         impl(4, HEAD_SIZE, 1.0, NUM_KV_HEADS, **{**settings, **values})
+
+
+@pytest.mark.parametrize("method", ["adakv-perturb", "layer-defensivekv", "h2o"])
+def test_warming_up_launches_what_prompts_need_and_leaves_no_trace(
+    method: str, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.compilation_config.static_forward_context.clear()
+    launched: set[str] = set()
+
+    def noted(name: str, twin: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            launched.add(name)
+            return twin(*args, **kwargs)
+
+        return call
+
+    # References in place of kernels: which are called is the same, and takes less time.
+    twins = {part: noted(part.__name__, part) for part in cuda.TWINS}
+    layers = Layers(eviction(method), twins, config)
+    warm_up(layers.builder, [method], layers.eviction)
+    assert not layers.state.offsets.any()
+    assert not layers.state.completed
+    assert not any(layer.kv_cache[1:].any() for layer in layers.layers)
+    warm, _ = set(launched), launched.clear()
+    mixed_steps(layers, past_prompts=False)
+    assert launched == warm

@@ -106,7 +106,7 @@ class HeadwiseFlashAttentionMetadataBuilder(HeadwiseBuilder, FlashAttentionMetad
                 f"kv_eviction cannot use FlashAttention with block_size = {manager_block_size}, "
                 f"since its kernel takes {self.block_size}; set --block-size {self.block_size}"
             )
-        self._tables = HeadwiseTables(
+        self.tables = HeadwiseTables(
             state,
             self.vllm_config.scheduler_config.max_num_seqs,
             self.vllm_config.model_config.max_model_len,
@@ -115,7 +115,7 @@ class HeadwiseFlashAttentionMetadataBuilder(HeadwiseBuilder, FlashAttentionMetad
         )
         for index, layer in enumerate(layers):
             dtype = self.vllm_config.model_config.dtype
-            layer.impl.start(index, layer, state, self._tables, dtype, twins)
+            layer.impl.start(index, layer, state, self.tables, dtype, twins)
 
     def build(
         self,
@@ -136,7 +136,7 @@ class HeadwiseFlashAttentionMetadataBuilder(HeadwiseBuilder, FlashAttentionMetad
         num_splits = self.max_num_splits if in_graph else 0
         if envs.VLLM_BATCH_INVARIANT:
             num_splits = 1
-        batch = self._tables.decode_batch(prompts, common, num_splits)
+        batch = self.tables.decode_batch(prompts, common, num_splits)
         return HeadwiseMetadata(Split(common, None, [], [], [], batch), None)
 
     def _may_be_in_graph(self, common: CommonAttentionMetadata) -> bool:

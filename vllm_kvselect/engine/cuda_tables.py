@@ -122,15 +122,17 @@ class HeadwiseTables:
         num_sequences = len(rows.seq_lens) * self.num_kv_heads
         out = PageTable(self._pages[:, :num_sequences], self._lengths[:, :num_sequences])
         if rows.offsets is not None:
-            offsets = rows.offsets[:, index]
+            # Strides are the same for any number of rows: a captured launch compiles nothing.
+            offsets = rows.offsets.transpose(0, 1)[index : index + 1]
         else:
-            offsets = self._state.offsets[:, index].index_select(0, rows.first_packed_blocks)
+            of_layer = self._state.offsets[:, index]
+            offsets = of_layer.index_select(0, rows.first_packed_blocks).unsqueeze(0)
         table = self._build(
             rows.block_table,
             rows.seq_lens,
             rows.first_packed,
             rows.tail_start,
-            offsets.unsqueeze(0),
+            offsets,
             self._block_size,
             len(self._state.offsets),
             index,

@@ -43,12 +43,19 @@ class HeadwiseMetadata:
 
 
 class HeadwiseBuilder(ABC):
-    """Builds vLLM's metadata, split where prompts end. Stock until `start` is called."""
+    """Builds vLLM's metadata, split where prompts end. Stock until `start` is called.
+
+    Attributes:
+        layers: The group's layers, once started.
+        state: Their state.
+    """
 
     kv_cache_spec: AttentionSpec
     layer_names: list[str]
     vllm_config: VllmConfig
     device: torch.device
+    layers: list[Any]
+    state: RetentionState
     splitter_class: type[Splitter] = Splitter
     _splitter: Splitter | None = None
 
@@ -72,17 +79,24 @@ class HeadwiseBuilder(ABC):
             num_blocks, len(layers), spec.num_kv_heads, max_num_seqs, self.device
         )
         refuse_scattered_layers([layer.kv_cache for layer in layers])
+        self.layers, self.state = layers, state
         self._start_layers(layers, state, twins)
-        self._splitter = self.splitter_class(
+        self._splitter = self.splitter(prompts_of)
+        return state
+
+    def splitter(self, prompts_of: PromptsOf) -> Splitter:
+        """A splitter of the group's batches."""
+        spec = self.kv_cache_spec
+        assert isinstance(spec, HeadwiseSpec)
+        return self.splitter_class(
             spec.eviction.window,
-            state,
+            self.state,
             prompts_of,
             spec.block_size,
             spec.num_kv_heads,
-            (layers[0].num_heads, spec.head_size),
+            (self.layers[0].num_heads, spec.head_size),
             self.vllm_config.model_config.dtype,
         )
-        return state
 
     @abstractmethod
     def _start_layers(self, layers: list[Any], state: RetentionState, twins: Twins) -> None:
@@ -168,7 +182,7 @@ class HeadwiseImpl(ABC):
                 for chunk in split.prompt_chunks:
                     self._add_to_sums(query, key, kv_cache, chunk)
                 for completion in split.completions:
-                    self._pack(query, key, value, kv_cache, completion)
+                    self.pack(query, key, value, kv_cache, completion)
         if split.headwise is not None:
             self._forward_headwise(layer, query, kv_cache, split.headwise, output)
         return output
@@ -257,7 +271,7 @@ class HeadwiseImpl(ABC):
         query = self._scored_queries(query)
         chunk.add(self._layer_index, query, key, self._score_scale)
 
-    def _pack(
+    def pack(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -265,7 +279,15 @@ class HeadwiseImpl(ABC):
         kv_cache: torch.Tensor,
         completion: Completion,
     ) -> None:
-        """Selects what this layer retains of a prompt and moves it into the packed blocks."""
+        """Selects what this layer retains of a prompt and moves it into the packed blocks.
+
+        Args:
+            query: Queries of the step, `[num_tokens, num_heads, head_size]`.
+            key: Keys of the step, `[num_tokens, num_kv_heads, head_size]`.
+            value: Values of the step, likewise.
+            kv_cache: The layer's cache.
+            completion: The prompt.
+        """
         tokens = completion.prompt_tokens
         at_hand = self._at_hand(key, value, tokens) if tokens is not None else None
         key, value = at_hand or self._read(kv_cache, completion)

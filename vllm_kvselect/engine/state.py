@@ -98,6 +98,14 @@ class RetentionState:
         """Forgets a partial window."""
         self._windows.pop(owner, None)
 
+    def clear(self) -> None:
+        """Forgets everything: the state is as new."""
+        self.offsets.zero_()
+        self.stopwatch.reset()
+        self.num_evicted = 0
+        self.completed.clear()
+        self._windows.clear()
+
     def complete(self, prompt: Prompt) -> None:
         """Takes note that a prompt is about to be packed."""
         self.close_window(prompt)

@@ -97,6 +97,13 @@ class EvictionWorker(ABC):
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self._states = [
             builder.start(kv_cache_config.num_blocks, self._prompts_of, self._twins)
+            for builder in self._builders
+        ]
+
+    @property
+    def _builders(self) -> list[HeadwiseBuilder]:
+        return [
+            builder
             for groups in self.model_runner.attn_groups
             for group in groups
             for builder in group.metadata_builders
