@@ -59,12 +59,15 @@ class EvictionGPUWorker(EvictionWorker, Worker):
         return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """vLLM's step; a prompt that drops entries is looked at in every layer, outside graphs."""
-        self._is_prefilling = self._prompts.prefilling(scheduler_output)
+        """vLLM's step; what computes a prompt that drops entries keeps out of full graphs."""
         try:
             return super().execute_model(scheduler_output)
         finally:
             self._is_prefilling = False
+
+    def _begin_step(self, scheduled: SchedulerOutput) -> None:
+        super()._begin_step(scheduled)
+        self._is_prefilling = self._prompts.prefilling(scheduled)
 
     def _reserved_bytes(self, available: int) -> int:
         """Bytes of page tables, of the state and of what selection computes at once.

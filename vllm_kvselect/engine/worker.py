@@ -132,7 +132,7 @@ class EvictionWorker(ABC):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """vLLM's step, with the prompts it brings taken note of and what it packed reported."""
-        self._prompts.update(scheduler_output)
+        self._begin_step(scheduler_output)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         report = self._report()
         if report is None:
@@ -155,6 +155,10 @@ class EvictionWorker(ABC):
             result = getattr(output, "model_runner_output", output)
             result.kv_connector_output = report.as_connector_output()
         return output
+
+    def _begin_step(self, scheduled: SchedulerOutput) -> None:
+        """Takes note of what the scheduler says of a step."""
+        self._prompts.update(scheduled)
 
     def _report(self) -> StepReport | None:
         """What the step packed, or None if nothing changed.
