@@ -15,7 +15,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm_kvselect.compaction import gather_entries
 from vllm_kvselect.engine.batch import Completion, HeadwiseBatch
 from vllm_kvselect.engine.cpu_pages import PageCodec, one_head_view, write_entries
-from vllm_kvselect.engine.headwise import HeadwiseBuilder, HeadwiseImpl, refuse_layer
+from vllm_kvselect.engine.headwise import HeadwiseBuilder
+from vllm_kvselect.engine.headwise_impl import HeadwiseImpl, refuse_layer
 from vllm_kvselect.engine.memory import all_layers
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.methods import Twins

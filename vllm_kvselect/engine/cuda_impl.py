@@ -13,7 +13,7 @@ from vllm_kvselect.compaction import gather_entries, gather_from_blocks, scatter
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.batch import Completion, HeadwiseBatch
 from vllm_kvselect.engine.cuda_tables import HeadwiseTables
-from vllm_kvselect.engine.headwise import HeadwiseImpl, refuse_layer
+from vllm_kvselect.engine.headwise_impl import HeadwiseImpl, refuse_layer
 from vllm_kvselect.engine.memory import all_layers
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.methods import Twins

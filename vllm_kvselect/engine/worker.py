@@ -21,7 +21,8 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_kvselect.config import CONFIG_KEY, EvictionConfig
 from vllm_kvselect.engine.checks import refuse_mixed_groups
-from vllm_kvselect.engine.headwise import HeadwiseBuilder, HeadwiseImpl
+from vllm_kvselect.engine.headwise import HeadwiseBuilder
+from vllm_kvselect.engine.headwise_impl import HeadwiseImpl
 from vllm_kvselect.engine.metrics import StepReport
 from vllm_kvselect.engine.output_projection import find_output_projections, materialise
 from vllm_kvselect.engine.prompts import LivePrompts, Prompt
