@@ -198,6 +198,20 @@ def test_only_graphs_take_rows_without_a_plan_through_the_one_head_view() -> Non
     assert isinstance(layers.step((short, 1)), FlashAttentionMetadata)
 
 
+def test_a_row_without_a_plan_ignores_what_was_packed_in_its_blocks_before() -> None:
+    layers = Layers(eviction(), NO_TWINS, vllm_config(graphs=True))
+    long, short = layers.request(100, 110), layers.request(20, 30)
+    layers.step((long, 100))
+    assert long.prompt.plan
+    packed = long.blocks[long.prompt.plan.first_packed]
+    layers.preempt(long)
+    layers.free.remove(packed)
+    layers.free.insert(0, packed)
+    layers.step((short, 20))
+    assert short.blocks[0] == packed
+    layers.step((short, 1))
+
+
 def test_a_single_token_of_a_prompt_that_drops_entries_is_no_decode() -> None:
     layers = Layers(eviction(), NO_TWINS, vllm_config(graphs=True))
     long, short = layers.request(100, 110), layers.request(20, 30)
