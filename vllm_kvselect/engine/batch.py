@@ -123,7 +123,7 @@ def headwise_batch(
     Returns:
         The sequences, still without page tables.
     """
-    plans = np.array([rows.prompts[row].plan for row in chosen], dtype=np.int64)
+    plans = np.array([rows.prompts[row].plan for row in chosen], dtype=np.int32)
     stock_lens = rows.stock_lens[chosen]
     lens = rows.query_lens[chosen] - stock_lens
     starts = rows.query_start[chosen] + stock_lens
@@ -144,7 +144,7 @@ def headwise_batch(
             seq_lens=common.seq_lens.index_select(0, indices),
             first_packed=first_packed,
             tail_start=tail_start,
-            first_packed_blocks=table.gather(1, first_packed[:, None]).squeeze(1).to(torch.int64),
+            first_packed_blocks=table.gather(1, first_packed[:, None].long()).squeeze(1).long(),
         ),
         table=None,
     )
