@@ -6,9 +6,7 @@ bytes over the measured copy bandwidth and its multiplications over the measured
 prefill is that of one layer at the measured matrix rate; in truth it takes longer.
 """
 
-import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +15,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _selection import LayerShape, Machine, Part, parts, report
+from _timing import copy_bandwidth, matrix_rate, median_time
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cuda
@@ -24,8 +23,6 @@ from vllm_kvselect.methods import NO_TWINS
 
 SHAPE = LayerShape(kv_heads=8, group=4, head_size=128, hidden_size=4096, block_size=16)
 INTERMEDIATE_SIZE = 14336
-QUEUE_CYCLES = 4_000_000
-"""The device waits this long, some 2 ms, while the launches of a part are queued behind it."""
 
 
 def main(
@@ -65,44 +62,6 @@ def layer_flops(length: int) -> int:
     attention_weights = 2 * query_size + 2 * SHAPE.kv_heads * SHAPE.head_size
     weights = SHAPE.hidden_size * (attention_weights + 3 * INTERMEDIATE_SIZE)
     return 2 * weights * length + 2 * length**2 * query_size
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a copy that no cache holds."""
-    source = torch.ones(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / median_time(lambda: target.copy_(source), 9)
-
-
-def matrix_rate() -> float:
-    """Operations per second of a large product in bfloat16."""
-    left, right = torch.randn(2, 8192, 8192, device="cuda").bfloat16()
-    return 2 * 8192**3 / median_time(lambda: left @ right, 9)
-
-
-def median_time(run: Callable[[], object], rounds: int, guarded: bool = False) -> float:
-    """Median seconds of a call on the device, with a cold cache.
-
-    Args:
-        run: The call.
-        rounds: How often it is timed, after a first call that compiles kernels.
-        guarded: Whether it fails if the call waits for the device.
-    """
-    run()
-    flush, times = torch.empty(2**26, device="cuda"), []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
-        # Launches are queued before the device is free, so that their own time does not show.
-        torch.cuda._sleep(QUEUE_CYCLES)
-        torch.cuda.set_sync_debug_mode("error" if guarded else "default")
-        start.record()
-        run()
-        end.record()
-        torch.cuda.set_sync_debug_mode("default")
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,27 @@
 """What eviction cannot honour is refused at start-up: the value, the reason, what to do."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.engine import arguments, checks
 from vllm_kvselect.engine.arguments import choose_scheduler
 from vllm_kvselect.engine.checks import (
     refuse_mixed_groups,
@@ -216,6 +221,92 @@ def test_layers_of_different_shapes_are_refused() -> None:
     for groups in ([KVCacheGroupSpec(["a", "b"], uniform)], [group, group], []):
         with pytest.raises(ConfigError, match="layers of one shape"):
             refuse_mixed_groups(KVCacheConfig(10, [], groups))
+
+
+class CudaPlatform:
+    """vLLM's words for a machine with a GPU."""
+
+    device_type, device_name = "cuda", "cuda"
+
+    @staticmethod
+    def is_cpu() -> bool:
+        return False
+
+    @staticmethod
+    def is_cuda() -> bool:
+        return True
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
+    """A configuration as vLLM makes it on CUDA, where our checks see it."""
+    config = create({"allow_override": ["method"]}, block_size=32, dtype="bfloat16")
+    config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
+    config.cache_config.block_size = 16
+    config.scheduler_config.scheduler_cls = None
+    monkeypatch.setattr(checks, "current_platform", CudaPlatform)
+    return config
+
+
+def test_cuda_gets_its_worker_and_flash_attention(on_cuda: VllmConfig) -> None:
+    on_cuda.cache_config.cache_dtype = "fp8"
+    engine_args = EngineArgs(str(tiny_model()), additional_config={"kv_eviction": {}})
+    num_bytes = arguments.block_bytes(on_cuda)
+    arguments.after_engine_config(engine_args, on_cuda)
+    module, _, name = on_cuda.parallel_config.worker_cls.rpartition(".")
+    worker = getattr(importlib.import_module(module), name)
+    assert issubclass(worker, Worker)
+    backend = on_cuda.attention_config.backend
+    assert backend is worker.replaces is AttentionBackendEnum.FLASH_ATTN
+    ours = resolve_obj_by_qualname(worker.backend)
+    assert issubclass(ours, backend.get_class())
+    on_cuda.cache_config.cache_dtype = "bfloat16"
+    assert arguments.block_bytes(on_cuda) == 2 * num_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda config: setattr(
+                config.attention_config, "backend", AttentionBackendEnum.FLASHINFER
+            ),
+            r"attention backend FLASHINFER has no view.*choose FLASH_ATTN",
+        ),
+        (
+            lambda config: setattr(config.parallel_config, "enable_dbo", True),
+            r"microbatches \(--enable-dbo\) is not supported; switch it off",
+        ),
+        (
+            lambda config: setattr(config.parallel_config, "data_parallel_size", 2),
+            r"data parallelism on CUDA is not supported",
+        ),
+        (
+            lambda config: setattr(config.cache_config, "cache_dtype", "fp8_e5m2"),
+            r"--kv-cache-dtype fp8_e5m2 is not supported",
+        ),
+        (
+            lambda config: setattr(config.cache_config, "block_size", 24),
+            r"block_size = 24 is not accepted; use a multiple of 16",
+        ),
+        (
+            lambda config: setattr(config.parallel_config, "worker_cls", "x.Y"),
+            r"worker_cls = 'x\.Y' replaces the worker",
+        ),
+    ],
+)
+def test_settings_that_are_refused_on_cuda(change: Any, message: str, on_cuda: VllmConfig) -> None:
+    refuse_unsupported(on_cuda, EvictionConfig())
+    change(on_cuda)
+    with pytest.raises(ConfigError, match=message):
+        refuse_unsupported(on_cuda, EvictionConfig())
+
+
+def test_other_platforms_are_refused(on_cuda: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaPlatform, "is_cuda", lambda: False)
+    monkeypatch.setattr(CudaPlatform, "device_name", "rocm")
+    with pytest.raises(ConfigError, match=r"platform 'rocm' has no backend yet; accepted: 'cpu'"):
+        refuse_unsupported(on_cuda, EvictionConfig())
 
 
 def test_every_problem_is_named_at_once() -> None:

@@ -5,15 +5,8 @@ import torch
 from vllm import _custom_ops as ops
 
 from vllm_kvselect.compaction import head_pages
-from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine import cpu_pages
-from vllm_kvselect.engine.cpu_pages import (
-    PageCodec,
-    all_layers,
-    one_head_view,
-    refuse_scattered_layers,
-    write_entries,
-)
+from vllm_kvselect.engine.cpu_pages import PageCodec, one_head_view, write_entries
 
 # (instruction set, dtype, block size, head size) as vLLM pairs them.
 KERNELS = [
@@ -87,36 +80,6 @@ def test_entries_are_read_from_any_slot(kernel: tuple[str, torch.dtype, int, int
         read = codec.read_entries(cache, slots)
     assert torch.equal(read[0], key)
     assert torch.equal(read[1], value)
-
-
-def layers_of(memory: torch.Tensor, num_layers: int) -> list[torch.Tensor]:
-    """Caches of layers that lie one after the other."""
-    return list(memory.view(num_layers, -1, *memory.shape[1:]))
-
-
-def test_all_layers_are_one_cache_seen_from_any_of_them() -> None:
-    memory = torch.randn(3 * NUM_BLOCKS, NUM_KV_HEADS, 32, 8)
-    layers = layers_of(memory, 3)
-    refuse_scattered_layers(layers)
-    for layer in layers:
-        assert torch.equal(all_layers(layer), memory)
-        assert all_layers(layer).data_ptr() == memory.data_ptr()
-    layers[2][5, 1] = 7
-    assert (all_layers(layers[0])[2 * NUM_BLOCKS + 5, 1] == 7).all()
-
-
-@pytest.mark.parametrize("name", ["order", "gap", "block-outermost", "elsewhere"])
-def test_layers_that_lie_elsewhere_are_refused(name: str) -> None:
-    memory = torch.zeros(4 * NUM_BLOCKS, NUM_KV_HEADS, 32, 8)
-    layers = layers_of(memory, 4)
-    scattered = {
-        "order": [layers[1], layers[0]],
-        "gap": [layers[0], layers[2]],
-        "block-outermost": list(memory.view(NUM_BLOCKS, 4, *memory.shape[1:]).unbind(1)),
-        "elsewhere": [layers[0], layers[1].clone()],
-    }
-    with pytest.raises(ConfigError, match=r"of layer [01] is elsewhere"):
-        refuse_scattered_layers(scattered[name])
 
 
 def test_pages_behind_two_to_the_31st_element() -> None:

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.conftest import Engine, EngineFactory
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine import worker
+from vllm_kvselect.engine import cpu_worker
 from vllm_kvselect.engine.pool_scheduler import PoolScheduler
 from vllm_kvselect.kernels.cpu import KernelError
 from vllm_kvselect.methods import METHODS
@@ -106,7 +106,7 @@ def test_a_machine_without_kernels_serves_the_same_tokens(
     tokens = []
     for kernels in (True, False):
         if not kernels:
-            monkeypatch.setattr(worker.cpu, "load", no_kernels)
+            monkeypatch.setattr(cpu_worker.cpu, "load", no_kernels)
         with start_engine(EVICTION, 200, max_num_batched_tokens=512) as engine:
             assert bool(engine.worker._twins) is kernels
             tokens.append(engine.generate(prompts, 40))

@@ -1,10 +1,11 @@
 """A guard that fails when torch would wait for the device, or give a shape that depends on data."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -53,19 +54,34 @@ class _Operators(TorchDispatchMode):
 
 
 class _Methods(TorchFunctionMode):
-    """Looks at every call."""
+    """Looks at every call.
+
+    Args:
+        on_host: Tensors that are on the host anyway.
+    """
+
+    def __init__(self, on_host: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._on_host = {tensor.untyped_storage().data_ptr() for tensor in on_host}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if getattr(func, "__name__", "") in _METHODS:
-            raise SynchronisationError(func.__name__)
+            with torch._C.DisableTorchFunction():
+                storage = args[0].untyped_storage().data_ptr()
+            if storage not in self._on_host:
+                raise SynchronisationError(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
-def unsynchronised() -> Iterator[None]:
-    """Fails on a synchronisation; on a GPU by torch's own guard, else by looking for the calls."""
+def unsynchronised(*on_host: torch.Tensor) -> Iterator[None]:
+    """Fails on a synchronisation; on a GPU by torch's own guard, else by looking for the calls.
+
+    Args:
+        *on_host: Tensors that are on the host anyway and may be read.
+    """
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -82,10 +98,17 @@ def unsynchronised() -> Iterator[None]:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             launch(self, *args, **kwargs)
 
+    from_numpy = torch.from_numpy
+
+    def from_numpy_unguarded(array: np.ndarray) -> torch.Tensor:
+        with _disable_current_modes():  # it stays on the host
+            return from_numpy(array)
+
     with (
         mock.patch.object(GridExecutor, "__call__", launch_unguarded),
+        mock.patch.object(torch, "from_numpy", from_numpy_unguarded),
         _Operators(),
-        _Methods(),
+        _Methods(on_host),
     ):
         yield
 

@@ -11,7 +11,8 @@ from vllm.config import SchedulerConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import get_dtype_size
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvselect.config import (
     CONFIG_KEY,
@@ -20,12 +21,15 @@ from vllm_kvselect.config import (
     ConfigError,
     EvictionConfig,
 )
-from vllm_kvselect.engine.checks import may_pool, refuse_unsupported
+from vllm_kvselect.engine.checks import may_pool, platform_name, refuse_unsupported
 from vllm_kvselect.retention import budget_entries, plan
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
-_WORKER = "vllm_kvselect.engine.worker.EvictionCPUWorker"
+_WORKERS = {
+    "cpu": "vllm_kvselect.engine.cpu_worker.EvictionCPUWorker",
+    "cuda": "vllm_kvselect.engine.cuda_worker.EvictionGPUWorker",
+}
 _ENGINE = "vllm_kvselect.engine"
 _POOL_SCHEDULERS = {
     False: f"{_ENGINE}.pool_scheduler.PoolScheduler",
@@ -207,7 +211,10 @@ def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
         return
     refuse_unsupported(vllm_config, eviction)
     vllm_config.additional_config[CONFIG_KEY] = eviction.model_dump()
-    vllm_config.parallel_config.worker_cls = _WORKER
+    vllm_config.parallel_config.worker_cls = _WORKERS[platform_name()]
+    if platform_name() == "cuda":
+        # The one that ours stands in for; on some devices vLLM would prefer another.
+        vllm_config.attention_config.backend = AttentionBackendEnum.FLASH_ATTN
     choose_scheduler(vllm_config.scheduler_config, eviction)
     logger.info("%s", describe(vllm_config, eviction))
 
@@ -251,8 +258,9 @@ def block_bytes(vllm_config: VllmConfig) -> int:
     """Bytes that a block takes in all layers of a rank."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     entries = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel)
-    entry_bytes = 2 * model.get_head_size() * get_dtype_size(model.dtype)
-    return vllm_config.cache_config.block_size * entries * entry_bytes
+    cache = vllm_config.cache_config
+    dtype = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model)
+    return cache.block_size * entries * 2 * model.get_head_size() * dtype.itemsize
 
 
 def _number(text: str) -> int | float:

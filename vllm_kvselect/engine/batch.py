@@ -5,60 +5,30 @@ cache, beyond it the tokens read the retained entries only. Rows without a plan 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvselect.compaction import head_pages, packed_slots
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.page_tables import PageTables, SettledRows
 from vllm_kvselect.engine.pool import Pool
-from vllm_kvselect.engine.prompts import Prompt, PromptsOf
+from vllm_kvselect.engine.prompts import PromptsOf
+from vllm_kvselect.engine.rows import (
+    Rows,
+    Tokens,
+    head_queries,
+    on_device,
+    start_loc,
+    token_indices,
+)
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.engine.whole_prompt import PromptChunk, prompt_chunk
 from vllm_kvselect.methods import METHODS
 from vllm_kvselect.page_table import PageTable
 from vllm_kvselect.retention import RetentionPlan
-
-Tokens = slice | torch.Tensor
-"""Token indices into a batch: a slice where they are consecutive, so that nothing is copied."""
-
-
-class Rows(NamedTuple):
-    """The rows of a batch, as numpy arrays `[num_reqs]`.
-
-    Attributes:
-        query_start: Where each row's tokens start in the batch.
-        query_lens: Tokens of the row in this step.
-        seq_lens: Tokens of the request after this step.
-        prompt_lens: Prompt lengths; the sequence length for rows without a plan, so that all their
-            tokens count as prompt.
-        prompts: Prompt of each row, with its plan.
-    """
-
-    query_start: np.ndarray
-    query_lens: np.ndarray
-    seq_lens: np.ndarray
-    prompt_lens: np.ndarray
-    prompts: list[Prompt]
-
-    @property
-    def num_computed(self) -> np.ndarray:
-        """Tokens computed before this step."""
-        return self.seq_lens - self.query_lens
-
-    @property
-    def stock_lens(self) -> np.ndarray:
-        """Tokens of each row that vLLM's own kernel computes: those of the prompt."""
-        return (np.minimum(self.seq_lens, self.prompt_lens) - self.num_computed).clip(0)
-
-    @property
-    def completing(self) -> np.ndarray:
-        """Rows whose chunk reaches the end of a prompt that drops entries, bool."""
-        planned = np.array([prompt.plan is not None for prompt in self.prompts], dtype=bool)
-        return planned & (self.stock_lens > 0) & (self.seq_lens >= self.prompt_lens)
 
 
 @dataclass
@@ -68,10 +38,12 @@ class Completion:
     Attributes:
         eviction: The request's own configuration.
         plan: The retention plan.
+        block_size: Tokens per block.
         blocks: Block ids of the whole prompt, int64.
         pages: Pages of the whole prompt, `[num_kv_heads, num_blocks]` int64.
         competing_pages: Those before the tail.
-        first_packed_block: Id of the first packed block, the key of the state.
+        first_packed_block: Id of the first packed block, the key of the state; where block tables
+            live on a device, `[1]` int64 on it.
         slots: Where the retained entries go, in the one-head view of the cache, int64.
         num_prompt_tokens: Length of the prompt.
         prompt_tokens: The prompt's tokens of this batch if they are all of it: keys and values are
@@ -86,10 +58,11 @@ class Completion:
 
     eviction: EvictionConfig
     plan: RetentionPlan
+    block_size: int
     blocks: torch.Tensor
     pages: torch.Tensor
     competing_pages: torch.Tensor
-    first_packed_block: int
+    first_packed_block: int | torch.Tensor
     slots: torch.Tensor
     num_prompt_tokens: int
     prompt_tokens: slice | None
@@ -119,71 +92,59 @@ class HeadwiseBatch:
     Attributes:
         queries: Indices of `(token, KV head)` pairs of the batch, sequence by sequence.
         query_start_loc: `[num_rows * num_kv_heads + 1]` int32.
+        max_query_len: Most queries of a sequence.
+        max_seq_len: Upper bound on its entries.
         rows: The rows they belong to.
-        table: Page tables of all layers, or None if a row's pages are only known after this
-            step's selection.
+        table: Page tables of all layers, or None where they are built layer by layer: on a device,
+            or if a row's pages are only known after this step's selection.
+        num_splits: Most parts into which the kernel may cut a sequence; 0 leaves it to the kernel.
     """
 
     queries: Tokens
     query_start_loc: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
     rows: SettledRows
     table: PageTable | None
-
-
-def token_indices(starts: np.ndarray, lens: np.ndarray) -> Tokens:
-    """Concatenates the ranges `start .. start + len`; a slice if they join without a gap."""
-    if len(starts) and np.array_equal(starts[1:], (starts + lens)[:-1]):
-        return slice(int(starts[0]), int(starts[-1] + lens[-1]))
-    shift = np.repeat(starts - np.concatenate(([0], lens.cumsum()[:-1])), lens)
-    return torch.from_numpy(np.arange(lens.sum()) + shift)
-
-
-def head_queries(starts: np.ndarray, lens: np.ndarray, num_kv_heads: int) -> Tokens:
-    """Indices `token * num_kv_heads + head`, by row, then head, then token."""
-    if (lens == 1).all():
-        return token_indices(starts * num_kv_heads, np.full_like(starts, num_kv_heads))
-    parts = [
-        (start + np.arange(n)) * num_kv_heads + head
-        for start, n in zip(starts, lens, strict=True)
-        for head in range(num_kv_heads)
-    ]
-    return torch.from_numpy(np.concatenate(parts))
-
-
-def start_loc(lens: np.ndarray) -> torch.Tensor:
-    """Prefix sums of lengths from 0 on, int32, as kernels take them."""
-    return torch.from_numpy(np.concatenate(([0], lens.cumsum())).astype(np.int32))
+    num_splits: int = 0
 
 
 def headwise_batch(
-    rows: Rows, chosen: np.ndarray, block_table: torch.Tensor, num_kv_heads: int
+    rows: Rows, chosen: np.ndarray, common: CommonAttentionMetadata, num_kv_heads: int
 ) -> HeadwiseBatch:
     """Collects the tokens past the prompt of the chosen rows.
 
     Args:
         rows: The batch.
         chosen: Row indices; each has a plan and tokens past its prompt.
-        block_table: Block ids of the whole batch, `[num_reqs, max_num_blocks]`.
+        common: vLLM's metadata of the batch.
         num_kv_heads: KV heads on this rank.
 
     Returns:
         The sequences, still without page tables.
     """
-    plans = np.array([rows.prompts[row].plan for row in chosen], dtype=np.int64)
+    plans = np.array([rows.prompts[row].plan for row in chosen], dtype=np.int32)
     stock_lens = rows.stock_lens[chosen]
     lens = rows.query_lens[chosen] - stock_lens
     starts = rows.query_start[chosen] + stock_lens
-    first_packed = torch.from_numpy(plans[:, 0])
-    table = block_table[torch.from_numpy(chosen)]
+    device = common.block_table_tensor.device
+    first_packed, tail_start = (
+        async_tensor_h2d(np.ascontiguousarray(plans[:, column]), device) for column in (0, 2)
+    )
+    indices = async_tensor_h2d(chosen, device)
+    table = common.block_table_tensor.index_select(0, indices)
     return HeadwiseBatch(
-        queries=head_queries(starts, lens, num_kv_heads),
-        query_start_loc=start_loc(np.repeat(lens, num_kv_heads)),
+        queries=on_device(head_queries(starts, lens, num_kv_heads), device),
+        query_start_loc=async_tensor_h2d(start_loc(np.repeat(lens, num_kv_heads)), device),
+        max_query_len=int(lens.max()),
+        max_seq_len=int(rows.seq_lens[chosen].max()),
         rows=SettledRows(
             block_table=table,
-            seq_lens=torch.from_numpy(rows.seq_lens[chosen]),
+            # The host may know no more than an upper bound.
+            seq_lens=common.seq_lens.index_select(0, indices),
             first_packed=first_packed,
-            tail_start=torch.from_numpy(plans[:, 2]),
-            first_packed_blocks=table.gather(1, first_packed[:, None]).squeeze(1).to(torch.int64),
+            tail_start=tail_start,
+            first_packed_blocks=table.gather(1, first_packed[:, None].long()).squeeze(1).long(),
         ),
         table=None,
     )
@@ -240,9 +201,9 @@ class Splitter:
 
     def split(self, common: CommonAttentionMetadata) -> Split | None:
         """Splits a batch, or returns None when nobody in it drops anything in this step."""
-        rows = self._rows(common)
+        rows = self.rows(common)
         block_table = common.block_table_tensor
-        windows = self._partial_windows(rows, block_table)
+        windows = self._partial_windows(rows)
         chunks = self._prompt_chunks(rows, block_table)
         completing = rows.completing
         settled = np.flatnonzero(rows.stock_lens < rows.query_lens)
@@ -253,15 +214,16 @@ class Splitter:
         ]
         if not settled.size:
             return Split(common, None, chunks, completions, windows, None)
-        headwise = headwise_batch(rows, settled, block_table, self._num_kv_heads)
+        headwise = headwise_batch(rows, settled, common, self._num_kv_heads)
         if not completing[settled].any():
-            headwise.table = self._page_tables.of(headwise.rows)
+            headwise.table = self._table_of(headwise.rows)
         stock, stock_tokens = stock_part(rows, common)
         return Split(stock, stock_tokens, chunks, completions, windows, headwise)
 
-    def _rows(self, common: CommonAttentionMetadata) -> Rows:
+    def rows(self, common: CommonAttentionMetadata) -> Rows:
+        """The rows of a batch, as far as the host knows them."""
         query_start = common.query_start_loc_cpu.numpy().astype(np.int64)
-        seq_lens = common.seq_lens.numpy().astype(np.int64)
+        seq_lens = self._seq_lens(common).numpy().astype(np.int64)
         prompts = self._prompts_of(common)
         prompt_lens = [
             length if prompt.plan is None else prompt.num_tokens
@@ -275,27 +237,39 @@ class Splitter:
             prompts=prompts,
         )
 
+    def _seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        """Tokens of each request, exact as long as its prompt is not complete."""
+        return common.seq_lens
+
+    def _block_id(self, blocks: torch.Tensor, index: int) -> int | torch.Tensor:
+        """Id of one of a request's blocks."""
+        return int(blocks[index])
+
+    def _table_of(self, rows: SettledRows) -> PageTable | None:
+        """Page tables of rows whose state is complete, if the backend wants them now."""
+        return self._page_tables.of(rows)
+
     def _completion(self, rows: Rows, row: int, block_table: torch.Tensor) -> Completion:
         prompt = rows.prompts[row]
         retention_plan, num_prompt_tokens, window = prompt.plan, prompt.num_tokens, self._window
         assert retention_plan is not None
         blocks = block_table[row, : -(-num_prompt_tokens // self._block_size)].to(torch.int64)
-        first_packed_block = int(blocks[retention_plan.first_packed])
         start = int(rows.query_start[row])
         end = start + int(rows.stock_lens[row])
         num_computed = int(rows.num_computed[row])
         pages = head_pages(blocks, self._num_kv_heads)
         num_earlier = num_computed - (num_prompt_tokens - window)
-        earlier = self._state.window(first_packed_block, num_earlier)
-        self._state.complete(prompt, first_packed_block)
+        earlier = self._state.window(prompt, num_earlier)
+        self._state.complete(prompt)
         sums, prompt.sums = prompt.sums, None
         return Completion(
             eviction=prompt.eviction,
             plan=retention_plan,
+            block_size=self._block_size,
             blocks=blocks,
             pages=pages,
             competing_pages=pages[:, : retention_plan.tail_start].contiguous(),
-            first_packed_block=first_packed_block,
+            first_packed_block=self._block_id(blocks, retention_plan.first_packed),
             slots=packed_slots(
                 blocks[retention_plan.first_packed : retention_plan.tail_start],
                 self._num_kv_heads,
@@ -345,26 +319,25 @@ class Splitter:
                 chunks.append(chunk)
         return chunks
 
-    def _partial_windows(self, rows: Rows, block_table: torch.Tensor) -> list[PartialWindow]:
+    def _partial_windows(self, rows: Rows) -> list[PartialWindow]:
         """Chunks that end after the window's first token and before the prompt's last."""
         window_start = rows.prompt_lens - self._window
         partial = (rows.seq_lens > window_start) & (rows.seq_lens < rows.prompt_lens)
         found = [
-            self._partial_window(rows, row, int(window_start[row]), int(block_table[row, first]))
+            self._partial_window(rows, row, int(window_start[row]))
             for row in np.flatnonzero(partial)
-            if (first := _first_packed(rows.prompts[row].plan)) is not None
+            if rows.prompts[row].plan is not None
         ]
         return [window for window in found if window is not None]
 
-    def _partial_window(
-        self, rows: Rows, row: int, window_start: int, first_packed_block: int
-    ) -> PartialWindow | None:
+    def _partial_window(self, rows: Rows, row: int, window_start: int) -> PartialWindow | None:
         num_computed, seq_len = int(rows.num_computed[row]), int(rows.seq_lens[row])
+        prompt = rows.prompts[row]
         if num_computed <= window_start:
             shape = (self._state.num_layers, self._window, *self._query_shape)
-            self._state.open_window(first_packed_block, shape, self._dtype)
+            self._state.open_window(prompt, shape, self._dtype)
         first = max(0, num_computed - window_start)
-        window = self._state.window(first_packed_block, first)
+        window = self._state.window(prompt, first)
         if window is None:
             return None
         num_new = seq_len - window_start - first
@@ -379,20 +352,19 @@ def stock_part(
     """Cuts a batch down to the tokens that vLLM's own call computes, and says which they are."""
     lens = rows.stock_lens
     kept = np.flatnonzero(lens)
-    seq_lens = np.minimum(rows.seq_lens, rows.prompt_lens)[kept].astype(np.int32)
-    locations = start_loc(lens[kept])
+    bounds = np.minimum(rows.seq_lens, rows.prompt_lens)[kept].astype(np.int32)
+    locations, device = start_loc(lens[kept]), common.block_table_tensor.device
+    indices = async_tensor_h2d(kept, device)
+    seq_lens = common.seq_lens.index_select(0, indices)
     part = common.replace(
-        query_start_loc=locations,
-        query_start_loc_cpu=locations,
-        seq_lens=torch.from_numpy(seq_lens),
+        query_start_loc=async_tensor_h2d(locations, device),
+        query_start_loc_cpu=torch.from_numpy(locations),
+        seq_lens=torch.minimum(seq_lens, async_tensor_h2d(bounds, device)),
+        seq_lens_cpu_upper_bound=torch.from_numpy(bounds),
         num_reqs=len(kept),
         num_actual_tokens=int(lens.sum()),
         max_query_len=int(lens.max()),
-        max_seq_len=int(seq_lens.max(initial=0)),
-        block_table_tensor=common.block_table_tensor[torch.from_numpy(kept)],
+        max_seq_len=int(bounds.max(initial=0)),
+        block_table_tensor=common.block_table_tensor.index_select(0, indices),
     )
-    return part, token_indices(rows.query_start[kept], lens[kept])
-
-
-def _first_packed(retention_plan: RetentionPlan | None) -> int | None:
-    return None if retention_plan is None else retention_plan.first_packed
+    return part, on_device(token_indices(rows.query_start[kept], lens[kept]), device)

@@ -3,6 +3,7 @@
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
@@ -10,7 +11,18 @@ from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.methods import METHODS
 from vllm_kvselect.retention import budget_entries
 
-_STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+_STOCK_WORKERS = {
+    "cpu": "vllm.v1.worker.cpu_worker.CPUWorker",
+    "cuda": "vllm.v1.worker.gpu_worker.Worker",
+}
+_BLOCK_MULTIPLES = {"cpu": 32, "cuda": 16}
+
+
+def platform_name() -> str:
+    """The platform, in vLLM's words; ROCm says that its devices are of type `cuda` too."""
+    platform = current_platform
+    known = {"cpu": platform.is_cpu(), "cuda": platform.is_cuda()}
+    return next((name for name, here in known.items() if here), platform.device_name)
 
 
 def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> None:
@@ -76,12 +88,33 @@ def refuse_mixed_groups(kv_cache_config: KVCacheConfig) -> None:
 
 
 def _platform_problems(vllm_config: VllmConfig) -> list[str]:
-    if not current_platform.is_cpu():
-        return [f"platform {current_platform.device_type!r} has no backend yet; accepted: 'cpu'"]
+    platform = platform_name()
+    if platform not in _STOCK_WORKERS:
+        accepted = ", ".join(map(repr, _STOCK_WORKERS))
+        return [f"platform {platform!r} has no backend yet; accepted: {accepted}"]
     worker = vllm_config.parallel_config.worker_cls
-    if worker != _STOCK_WORKER:
-        return [f"worker_cls = {worker!r} replaces the worker; leave it at 'auto'"]
-    return []
+    problems = _cuda_problems(vllm_config) if platform == "cuda" else []
+    if worker != _STOCK_WORKERS[platform]:
+        problems.append(f"worker_cls = {worker!r} replaces the worker; leave it at 'auto'")
+    return problems
+
+
+def _cuda_problems(vllm_config: VllmConfig) -> list[str]:
+    """What stands against FlashAttention, the one backend that ours can stand in for."""
+    attention, parallel = vllm_config.attention_config, vllm_config.parallel_config
+    problems = []
+    if attention.backend not in (None, AttentionBackendEnum.FLASH_ATTN):
+        problems.append(
+            f"attention backend {attention.backend.name} has no view of single heads yet; leave "
+            "--attention-backend out, or choose FLASH_ATTN"
+        )
+    features = {
+        "an attention backend for each kind of layer": attention.backend_per_kind,
+        "microbatches (--enable-dbo)": parallel.enable_dbo,
+        "data parallelism on CUDA": parallel.data_parallel_size > 1,
+    }
+    problems += [f"{name} is not supported; switch it off" for name, on in features.items() if on]
+    return problems
 
 
 def _model_problems(vllm_config: VllmConfig) -> list[str]:
@@ -120,7 +153,7 @@ def _feature_problems(vllm_config: VllmConfig) -> list[str]:
         "tensor parallelism": parallel.tensor_parallel_size > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype
-        not in _plain_dtypes(vllm_config),
+        not in _cache_dtypes(vllm_config),
         # Requests would not be checked, nor refusals counted: the plugin's front end is Python.
         "the Rust front end (VLLM_USE_RUST_FRONTEND)": bool(envs.VLLM_USE_RUST_FRONTEND),
         "KV sharing between layers (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
@@ -149,15 +182,17 @@ def _pool_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[st
     ]
 
 
-def _plain_dtypes(vllm_config: VllmConfig) -> tuple[str, str]:
-    """Names of the KV cache dtype under which entries are stored as they are computed."""
-    return "auto", str(vllm_config.model_config.dtype).removeprefix("torch.")
+def _cache_dtypes(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """KV cache dtypes under which entries are stored as they are computed, and fp8 on CUDA."""
+    plain = ("auto", str(vllm_config.model_config.dtype).removeprefix("torch."))
+    return (*plain, "fp8", "fp8_e4m3") if platform_name() == "cuda" else plain
 
 
 def _block_problems(vllm_config: VllmConfig) -> list[str]:
     block_size = vllm_config.cache_config.block_size
-    if block_size % 32:
-        return [f"block_size = {block_size} is not accepted; use a multiple of 32"]
+    multiple = _BLOCK_MULTIPLES.get(platform_name(), 1)
+    if block_size % multiple:
+        return [f"block_size = {block_size} is not accepted; use a multiple of {multiple}"]
     return []
 
 

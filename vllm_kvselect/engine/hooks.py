@@ -1,4 +1,4 @@
-"""The four places where vLLM has no public extension point, one function each.
+"""The five places where vLLM has no public extension point, one function each.
 
 Each has a matching diff in `patches/` in the form it would be sent upstream. What a hook replaces
 is compared with the source it was written for; where it differs, eviction is refused.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import vllm
+from vllm.config import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -34,6 +35,12 @@ KNOWN_SOURCES = {
     },
 }
 """SHA-256, first 16 digits, of the vLLM functions that the hooks rely on, by release."""
+
+KNOWN_GRAPH_SOURCES = {
+    "CudagraphDispatcher.dispatch": {"0.32.0": "56eabe7548de3714"},
+    "CudaGraphManager.dispatch": {"0.32.0": "16099f9929707031"},
+}
+"""The same for what only workers on CUDA rely on."""
 
 
 def install() -> None:
@@ -123,6 +130,40 @@ def unknown_vllm(unknown: list[str]) -> str:
         f"({', '.join(unknown)} changed); install vLLM {' or '.join(known)}, or serve without "
         "--kv-eviction"
     )
+
+
+def hook_full_graphs(model_runner: Any, is_vetoed: Callable[[], bool]) -> None:
+    """Keeps steps of one worker out of graphs that hold a whole step (patches/0005).
+
+    A batch of one token a row may run as such a graph, also where that token completes a prompt;
+    vLLM chooses the graph before it builds the metadata.
+
+    Args:
+        model_runner: vLLM's, of either version, with its KV cache.
+        is_vetoed: Whether the step that is about to run must be seen in Python.
+
+    Raises:
+        ConfigError: If this vLLM chooses graphs in a way that is not known.
+    """
+    manager = getattr(model_runner, "cudagraph_manager", None)
+    owner = model_runner.cudagraph_dispatcher if manager is None else manager
+    dispatch = owner.dispatch
+    if source_digest(dispatch) not in KNOWN_GRAPH_SOURCES.get(dispatch.__qualname__, {}).values():
+        raise ConfigError(unknown_vllm([dispatch.__qualname__]))
+    signature = inspect.signature(dispatch)
+
+    @functools.wraps(dispatch)
+    def dispatch_hook(*args: Any, **kwargs: Any) -> Any:
+        if not is_vetoed():
+            return dispatch(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        if "uniform_token_count" in given:
+            # No graph of a whole step takes a batch that is not uniform.
+            return dispatch(**{**given, "uniform_token_count": None, "max_query_len": None})
+        invalid = {*(given.get("invalid_modes") or ()), CUDAGraphMode.FULL}
+        return dispatch(**{**given, "invalid_modes": invalid})
+
+    owner.dispatch = dispatch_hook
 
 
 def hook_cache_hits() -> None:

@@ -18,9 +18,11 @@ class SettledRows:
     Attributes:
         block_table: `[num_rows, max_num_blocks]`.
         seq_lens: Tokens of each request, the dropped ones included.
-        first_packed: Index of the first packed block, int64.
-        tail_start: Index of the first tail block, int64.
+        first_packed: Index of the first packed block.
+        tail_start: Index of the first tail block.
         first_packed_blocks: Id of the first packed block, int64: the key of the state.
+        offsets: What the state has for these rows, `[num_rows, num_layers, num_kv_heads + 1]`,
+            where that is fetched for all layers at once; else None.
     """
 
     block_table: torch.Tensor
@@ -28,6 +30,7 @@ class SettledRows:
     first_packed: torch.Tensor
     tail_start: torch.Tensor
     first_packed_blocks: torch.Tensor
+    offsets: torch.Tensor | None = None
 
     def page_table(
         self, offsets: torch.Tensor, block_size: int, layers: slice = slice(None)

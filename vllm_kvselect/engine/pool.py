@@ -7,7 +7,6 @@ last one moves the entries of all. Until then every layer's cache is as it was.
 import torch
 
 from vllm_kvselect.compaction import pool_slots, retained_slots
-from vllm_kvselect.engine.cpu_pages import PageCodec, all_layers, write_entries
 from vllm_kvselect.methods import Retention
 from vllm_kvselect.ranking import Candidates
 from vllm_kvselect.retention import RetentionPlan
@@ -42,35 +41,31 @@ class Pool:
         return stacked
 
 
-def move_entries(
-    kv_cache: torch.Tensor,
+def pool_moves(
     retention: Retention,
     retention_plan: RetentionPlan,
     blocks: torch.Tensor,
     num_layers: int,
-    codec: PageCodec,
-    isa: str,
-) -> None:
-    """Moves what a pool retains into its packed pages, for all layers at once.
+    cache_shape: tuple[int, ...],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the entries that a pool retains are, and where they go, in the memory of all layers.
 
-    All entries are read before the first one is written: sources and targets overlap.
+    All must be read before the first one is written: sources and targets overlap.
 
     Args:
-        kv_cache: The cache of one of the layers, `[num_blocks, num_kv_heads, block_size,
-            2 * head_size]`.
         retention: What is retained.
         retention_plan: The prompt's plan.
         blocks: Block ids of the prompt, int64.
         num_layers: Layers of the pool.
-        codec: Inner order of the pages.
-        isa: The kernel's instruction set.
+        cache_shape: Shape of a layer's cache, `[num_blocks, num_kv_heads, block_size, width]`.
+
+    Returns:
+        Two lists of slots, int64.
     """
-    (num_blocks, num_kv_heads, block_size, _), memory = kv_cache.shape, all_layers(kv_cache)
+    num_blocks, num_kv_heads, block_size, _ = cache_shape
     first_packed, _, tail_start = retention_plan
     sources = retained_slots(
         retention.retained, tail_start * block_size, blocks, num_kv_heads, block_size, num_blocks
     )
     packed = blocks[first_packed:tail_start]
-    targets = pool_slots(packed, num_kv_heads, block_size, num_layers, num_blocks)
-    key, value = codec.read_entries(memory, sources)
-    write_entries(memory, key, value, targets, isa)
+    return sources, pool_slots(packed, num_kv_heads, block_size, num_layers, num_blocks)

@@ -66,6 +66,26 @@ class LivePrompts:
     def __len__(self) -> int:
         return len(self._prompts)
 
+    def get(self, request_id: str | None) -> Prompt:
+        """A request's prompt; one that drops nothing for the rows of a dummy batch."""
+        unknown = Prompt(0, self._eviction, None)
+        return self._prompts.get(request_id, unknown) if request_id is not None else unknown
+
+    def prefilling(self, scheduled: SchedulerOutput) -> bool:
+        """Whether a step computes tokens of a prompt that drops entries.
+
+        Args:
+            scheduled: The scheduler's message, which `update` has seen.
+        """
+        cached = scheduled.scheduled_cached_reqs
+        computed = [(new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
+        computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        return any(
+            prompt.plan is not None and num_computed < prompt.num_tokens
+            for request_id, num_computed in computed
+            if (prompt := self._prompts.get(request_id)) is not None
+        )
+
     def update(self, scheduled: SchedulerOutput) -> None:
         """Takes over what a step's message says of requests that end, pause and begin."""
         for request_id in scheduled.finished_req_ids:

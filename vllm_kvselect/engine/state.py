@@ -1,11 +1,13 @@
-"""RetentionState: what a worker remembers between steps, keyed by the first packed block."""
+"""RetentionState: what a worker remembers between steps."""
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 
 from vllm_kvselect.engine.prompts import Prompt
+from vllm_kvselect.engine.stopwatch import stopwatch
 
 
 @dataclass
@@ -24,12 +26,12 @@ class WindowQueries:
 class RetentionState:
     """Page offsets and partial windows of the requests in a worker's KV cache.
 
-    Everything is keyed by the id of a request's first packed block, which is private to the
-    request: the state needs no request ids, survives reordering of the batch and dies with the
-    block.
-
     `offsets` says where each head's pages start in the run of the request's packed pages, which
-    counts through all layers (`page_table.py`).
+    counts through all layers (`page_table.py`). It is keyed by the id of a request's first packed
+    block, which is private to the request: it needs no request ids, survives reordering of the
+    batch and dies with the block. Block 0, vLLM's null block, keeps offsets of 0: no packed pages.
+
+    Partial windows are keyed by the prompt, which the host knows without asking a device.
 
     `completed` lists the prompts packed since the worker last took it, for its report; `version`
     counts all that were, so that what was built from the offsets is known to be out of date.
@@ -39,43 +41,74 @@ class RetentionState:
         num_layers: Layers of the group.
         num_kv_heads: KV heads on this rank.
         max_num_seqs: Requests that run at once; as many partial windows are kept at most.
+        device: Where keys and values are.
     """
 
     def __init__(
-        self, num_blocks: int, num_layers: int, num_kv_heads: int, max_num_seqs: int
+        self,
+        num_blocks: int,
+        num_layers: int,
+        num_kv_heads: int,
+        max_num_seqs: int,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.num_layers = num_layers
-        self.offsets = torch.zeros(num_blocks, num_layers, num_kv_heads + 1, dtype=torch.int32)
-        self.selection_seconds = 0.0
+        self.offsets = torch.zeros(
+            num_blocks, num_layers, num_kv_heads + 1, dtype=torch.int32, device=device
+        )
+        self.stopwatch = stopwatch(self.offsets.device)
         self.num_evicted = 0
         self.version = 0
         self.completed: list[Prompt] = []
         self._max_windows = max_num_seqs
-        self._windows: OrderedDict[int, WindowQueries] = OrderedDict()
+        self._windows: OrderedDict[Hashable, WindowQueries] = OrderedDict()
 
-    def open_window(
-        self, first_packed_block: int, shape: tuple[int, ...], dtype: torch.dtype
+    def store(
+        self,
+        first_packed_block: int | torch.Tensor,
+        offsets: torch.Tensor,
+        layer: int | None = None,
     ) -> None:
-        """Starts a partial window; one that an aborted request left behind is replaced."""
-        self._windows.pop(first_packed_block, None)
+        """Remembers where the pages of a prompt's heads start.
+
+        Args:
+            first_packed_block: Id of the first packed block, or `[1]` int64 where block tables are.
+            offsets: `[num_kv_heads + 1]` of a layer, or `[num_layers, num_kv_heads + 1]`.
+            layer: The layer; None for all.
+        """
+        layers = slice(None) if layer is None else layer
+        self.offsets[first_packed_block, layers] = offsets.to(self.offsets.dtype)
+
+    def open_window(self, owner: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Starts a partial window; what is left of an earlier attempt is replaced."""
+        self._windows.pop(owner, None)
         # An aborted prefill leaves its window here, so the oldest goes when there are more than
         # requests can run. Should it still be wanted, the window is just shorter for scoring.
         while len(self._windows) >= self._max_windows:
             self._windows.popitem(last=False)
-        self._windows[first_packed_block] = WindowQueries(torch.empty(shape, dtype=dtype), 0)
+        queries = torch.empty(shape, dtype=dtype, device=self.offsets.device)
+        self._windows[owner] = WindowQueries(queries, 0)
 
-    def window(self, first_packed_block: int, num_filled: int) -> WindowQueries | None:
-        """The partial window of a request if it holds just the tokens computed so far."""
-        window = self._windows.get(first_packed_block)
+    def window(self, owner: Hashable, num_filled: int) -> WindowQueries | None:
+        """The partial window of a prompt if it holds just the tokens computed so far."""
+        window = self._windows.get(owner)
         return window if window is not None and window.num_filled == num_filled else None
 
-    def close_window(self, first_packed_block: int) -> None:
+    def close_window(self, owner: Hashable) -> None:
         """Forgets a partial window."""
-        self._windows.pop(first_packed_block, None)
+        self._windows.pop(owner, None)
 
-    def complete(self, prompt: Prompt, first_packed_block: int) -> None:
+    def clear(self) -> None:
+        """Forgets everything: the state is as new."""
+        self.offsets.zero_()
+        self.stopwatch.reset()
+        self.num_evicted = 0
+        self.completed.clear()
+        self._windows.clear()
+
+    def complete(self, prompt: Prompt) -> None:
         """Takes note that a prompt is about to be packed."""
-        self.close_window(first_packed_block)
+        self.close_window(prompt)
         self.completed.append(prompt)
         self.num_evicted += 1
         self.version += 1

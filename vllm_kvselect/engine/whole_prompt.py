@@ -76,7 +76,8 @@ def prompt_chunk(
     if accumulator is None:
         return None
     if first_position == 0:  # also when a preempted request begins again
-        prompt.sums = torch.zeros(num_layers, num_kv_heads, prompt.num_tokens)
+        shape = num_layers, num_kv_heads, prompt.num_tokens
+        prompt.sums = torch.zeros(shape, device=blocks.device)
         prompt.num_summed = 0
     if prompt.sums is None or prompt.num_summed != first_position:
         raise RuntimeError(

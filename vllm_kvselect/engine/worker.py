@@ -1,15 +1,16 @@
-"""EvictionCPUWorker: vLLM's CPU worker with our backend, bound output projections and state.
+"""EvictionWorker: what our workers add to vLLM's: our backend, output projections and state.
 
 `ParallelConfig.worker_cls` is vLLM's public seam for it, so that neither prompt lengths nor the
 output projections need a hook in vLLM's code.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm.config import get_layers_from_vllm_config
-from vllm.logger import init_logger
+import torch
+from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -17,26 +18,37 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, replace_as
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvselect.config import CONFIG_KEY, EvictionConfig
 from vllm_kvselect.engine.checks import refuse_mixed_groups
-from vllm_kvselect.engine.cpu_backend import HeadwiseCPUAttentionImpl, HeadwiseCPUMetadataBuilder
+from vllm_kvselect.engine.headwise import HeadwiseBuilder
+from vllm_kvselect.engine.headwise_impl import HeadwiseImpl
 from vllm_kvselect.engine.metrics import StepReport
 from vllm_kvselect.engine.output_projection import find_output_projections, materialise
 from vllm_kvselect.engine.prompts import LivePrompts, Prompt
 from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.engine.state import RetentionState
-from vllm_kvselect.kernels import cpu
 from vllm_kvselect.methods import METHODS, NO_TWINS, Twins
-
-logger = init_logger(__name__)
-
-_BACKEND = "vllm_kvselect.engine.cpu_backend.HeadwiseCPUAttentionBackend"
+from vllm_kvselect.scoring.value_norms import OutputProjection
 
 
-class EvictionCPUWorker(CPUWorker):
-    """Runs the model with eviction. Only engines that ask for eviction use this worker."""
+class EvictionWorker(ABC):
+    """Runs the model with eviction; put in front of vLLM's worker of a platform.
+
+    Only engines that ask for eviction use it.
+
+    Attributes:
+        backend: Path of our attention backend.
+        replaces: The name under which vLLM asks for the backend that ours stands in for.
+    """
+
+    backend: str
+    replaces: AttentionBackendEnum
+    vllm_config: VllmConfig
+    model_config: ModelConfig
+    device: torch.device
+    model_runner: Any
+    use_v2_model_runner: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,14 +58,24 @@ class EvictionCPUWorker(CPUWorker):
         self._states: list[RetentionState] = []
         self._twins: Twins = NO_TWINS
         self._num_saved_blocks = 0
+        self._reported_seconds = 0.0
+        self._report_to_send: StepReport | None = None
 
     def load_model(self, **kwargs: Any) -> None:
         """Loads the model with our attention backend and binds the output projections."""
-        with _backend_in_place():
-            super().load_model(**kwargs)
-        self._twins = _load_kernels()
+        with _backend_in_place(self.replaces, self.backend):
+            super().load_model(**kwargs)  # type: ignore[misc]
+        self._twins = self._load_kernels()
         if any(METHODS[name].perturbation for name in self._methods()):
             self._bind_output_projections()
+
+    @abstractmethod
+    def _load_kernels(self) -> Twins:
+        """Fast twins of the references for this device."""
+
+    def _prepared(self, projection: OutputProjection) -> OutputProjection:
+        """A layer's W_O as the kernels want it."""
+        return projection
 
     def _methods(self) -> list[str]:
         """Methods that a request may run with, by default or by its own choice."""
@@ -67,19 +89,26 @@ class EvictionCPUWorker(CPUWorker):
             name: replace_as(spec, HeadwiseSpec, eviction=self._eviction)
             if type(spec) is FullAttentionSpec
             else spec
-            for name, spec in super().get_kv_cache_spec().items()
+            for name, spec in super().get_kv_cache_spec().items()  # type: ignore[misc]
         }
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates the KV cache, then connects builders and layers to the state beside it."""
         refuse_mixed_groups(kv_cache_config)
-        super().initialize_from_config(kv_cache_config)
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self._states = [
             builder.start(kv_cache_config.num_blocks, self._prompts_of, self._twins)
+            for builder in self._builders
+        ]
+
+    @property
+    def _builders(self) -> list[HeadwiseBuilder]:
+        return [
+            builder
             for groups in self.model_runner.attn_groups
             for group in groups
             for builder in group.metadata_builders
-            if isinstance(builder, HeadwiseCPUMetadataBuilder)
+            if isinstance(builder, HeadwiseBuilder)
         ]
 
     def kv_eviction_stats(self) -> dict[str, float]:
@@ -98,35 +127,45 @@ class EvictionCPUWorker(CPUWorker):
     def reset_kv_eviction_stats(self) -> None:
         """Sets the counts of `kv_eviction_stats` to zero."""
         for state in self._states:
-            state.selection_seconds, state.num_evicted = 0.0, 0
+            state.stopwatch.reset()
+            state.num_evicted = 0
+        self._reported_seconds = 0.0
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """vLLM's step, with the prompts it brings taken note of and what it packed reported."""
-        self._prompts.update(scheduler_output)
-        seconds_before = self._selection_seconds
-        output = super().execute_model(scheduler_output)
-        report = self._report(self._selection_seconds - seconds_before)
+        self._begin_step(scheduler_output)
+        output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        report = self._report()
         if report is None:
             return output
         if output is EMPTY_MODEL_RUNNER_OUTPUT:  # requests ended, and there was nothing to run
             return ModelRunnerOutput.with_kv_conn_output_only(report.as_connector_output())
-        # The runner sends it along once it has sampled.
-        self.model_runner.kv_connector_output = report.as_connector_output()
+        if self.use_v2_model_runner:
+            self._report_to_send = report
+        else:
+            # The runner sends it along once it has sampled.
+            self.model_runner.kv_connector_output = report.as_connector_output()
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's; requests in mid-prefill do not draw from their own random generators.
+        """vLLM's; model runner V2 writes its own reports at the end, so ours is added after."""
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        report, self._report_to_send = self._report_to_send, None
+        if report is not None and output is not None:
+            # Under async scheduling the output is still on its way, but this part is final.
+            result = getattr(output, "model_runner_output", output)
+            result.kv_connector_output = report.as_connector_output()
+        return output
 
-        Their tokens are drawn and discarded. vLLM then sets a generator back, which a CPU generator
-        refuses: with a seed and a prompt in several chunks, stock vLLM 0.32 stops the engine there.
+    def _begin_step(self, scheduled: SchedulerOutput) -> None:
+        """Takes note of what the scheduler says of a step."""
+        self._prompts.update(scheduled)
+
+    def _report(self) -> StepReport | None:
+        """What the step packed, or None if nothing changed.
+
+        Time that a device spends is known a few steps later, and reported then.
         """
-        if self.use_v2_model_runner:
-            return super().sample_tokens(grammar_output)
-        with _generators_withheld(self.model_runner):
-            return super().sample_tokens(grammar_output)
-
-    def _report(self, selection_seconds: float) -> StepReport | None:
-        """What the step packed, or None if nothing changed."""
         packed = {prompt for state in self._states for prompt in state.completed}
         for state in self._states:
             state.completed.clear()
@@ -137,28 +176,32 @@ class EvictionCPUWorker(CPUWorker):
         ]
         for prompt in packed:
             prompt.is_packed = prompt.is_counted = True
-        num_saved_blocks = self._prompts.num_saved_blocks
-        if not packed and num_saved_blocks == self._num_saved_blocks:
+        num_saved_blocks, seconds = self._prompts.num_saved_blocks, self._selection_seconds
+        selection_seconds = seconds - self._reported_seconds
+        if not packed and not selection_seconds and num_saved_blocks == self._num_saved_blocks:
             return None
-        self._num_saved_blocks = num_saved_blocks
-        return StepReport(counted, selection_seconds if packed else 0.0, num_saved_blocks)
+        self._num_saved_blocks, self._reported_seconds = num_saved_blocks, seconds
+        return StepReport(counted, selection_seconds, num_saved_blocks)
 
     @property
     def _selection_seconds(self) -> float:
-        return sum(state.selection_seconds for state in self._states)
+        return sum(state.stopwatch.seconds for state in self._states)
 
     def _prompts_of(self, batch: CommonAttentionMetadata) -> list[Prompt]:
         """Prompts of a batch's rows, whose order both model runners know."""
         if self.use_v2_model_runner:
-            ids = self.model_runner.req_states.index_to_req_id
-            return [self._prompts[ids[int(i)]] for i in batch.req_idx[: batch.num_reqs]]
-        ids = self.model_runner.input_batch.req_ids
-        return [self._prompts[ids[row]] for row in range(batch.num_reqs)]
+            by_index = self.model_runner.req_states.index_to_req_id
+            ids = [by_index.get(int(i)) for i in batch.req_idx[: batch.num_reqs]]
+        else:
+            ids = self.model_runner.input_batch.req_ids[: batch.num_reqs]
+        # Rows that pad a batch to the size of a graph, and those of dummy batches, have none.
+        padding = [None] * (batch.num_reqs - len(ids))
+        return [self._prompts.get(request_id) for request_id in (*ids, *padding)]
 
     def _bind_output_projections(self) -> None:
         projections = find_output_projections(self.model_runner.get_model())
         for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
-            if not isinstance(layer.impl, HeadwiseCPUAttentionImpl):
+            if not isinstance(layer.impl, HeadwiseImpl):
                 continue
             projection = materialise(
                 projections[name],
@@ -167,41 +210,19 @@ class EvictionCPUWorker(CPUWorker):
                 self.model_config.dtype,
                 self.device,
             )
-            layer.impl.output_projection = cpu.pack(projection) if self._twins else projection
-
-
-def _load_kernels() -> Twins:
-    """The CPU kernels; without them selection is slower, which is said and no more."""
-    try:
-        return cpu.load()
-    except cpu.KernelError as error:
-        logger.warning("%s; selection runs in plain PyTorch, several times slower", error)
-        return NO_TWINS
+            layer.impl.output_projection = self._prepared(projection)
 
 
 @contextmanager
-def _generators_withheld(runner: Any) -> Iterator[None]:
-    """Takes the seeded generators of rows whose token will be discarded out of the batch."""
-    generators, num_reqs = runner.input_batch.generators, runner.input_batch.num_reqs
-    discarded = runner.discard_request_mask.np[:num_reqs].nonzero()[0].tolist()
-    withheld = {row: generators.pop(row) for row in discarded if row in generators}
-    try:
-        yield
-    finally:
-        generators.update(withheld)
-
-
-@contextmanager
-def _backend_in_place() -> Iterator[None]:
+def _backend_in_place(replaced: AttentionBackendEnum, backend: str) -> Iterator[None]:
     """Lets the layers created meanwhile take our backend, and no engine after them.
 
-    On CPU the platform always asks for `CPU_ATTN`, so that name is overridden. vLLM caches its
-    choice per process, and a process may hold several engines.
+    vLLM caches its choice per process, and a process may hold several engines.
     """
-    register_backend(AttentionBackendEnum.CPU_ATTN, _BACKEND)
+    register_backend(replaced, backend)
     selector._cached_get_attn_backend.cache_clear()
     try:
         yield
     finally:
-        AttentionBackendEnum.CPU_ATTN.clear_override()
+        replaced.clear_override()
         selector._cached_get_attn_backend.cache_clear()

@@ -1,0 +1,47 @@
+"""Times calls on the device."""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+QUEUE_CYCLES = 4_000_000
+"""The device waits this long, some 2 ms, while the launches of a call are queued behind it."""
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a copy that no cache holds."""
+    source = torch.ones(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median_time(lambda: target.copy_(source), 9)
+
+
+def matrix_rate() -> float:
+    """Operations per second of a large product in bfloat16."""
+    left, right = torch.randn(2, 8192, 8192, device="cuda").bfloat16()
+    return 2 * 8192**3 / median_time(lambda: left @ right, 9)
+
+
+def median_time(run: Callable[[], object], rounds: int, guarded: bool = False) -> float:
+    """Median seconds of a call on the device, with a cold cache.
+
+    Args:
+        run: The call.
+        rounds: How often it is timed, after a first call that compiles kernels.
+        guarded: Whether it fails if the call waits for the device.
+    """
+    run()
+    flush, times = torch.empty(2**26, device="cuda"), []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        # Launches are queued before the device is free, so that their own time does not show.
+        torch.cuda._sleep(QUEUE_CYCLES)
+        torch.cuda.set_sync_debug_mode("error" if guarded else "default")
+        start.record()
+        run()
+        end.record()
+        torch.cuda.set_sync_debug_mode("default")
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)

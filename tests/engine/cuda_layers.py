@@ -1,0 +1,323 @@
+"""A few attention layers with the CUDA backend on random tensors, and what they must compute.
+
+Batches are made as vLLM's model runners make them. Expected outputs come from the brute-force
+oracle in float64, which says what every head retains; blocks given back are overwritten.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from tests import oracle
+from tests.engine.flash_attention import FP8, PADDING, attention
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.cuda_backend import (
+    HeadwiseFlashAttentionBackend,
+    HeadwiseFlashAttentionMetadataBuilder,
+)
+from vllm_kvselect.engine.prompts import Prompt
+from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.methods import METHODS, Twins
+from vllm_kvselect.scoring.value_norms import OutputProjection
+from vllm_kvselect.tiny_model import tiny_model
+
+NUM_LAYERS, NUM_KV_HEADS, GROUP, HEAD_SIZE, HIDDEN_SIZE = 2, 2, 2, 16, 24
+BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS, MAX_MODEL_LEN = 16, 60, 4, 256
+SCALE = HEAD_SIZE**-0.5
+SCALES = {"q": 0.25, "k": 0.5, "v": 2.0}
+"""Of an fp8 cache; powers of two, so that dequantising rounds nothing."""
+
+
+def vllm_config(kv_cache_dtype: str = "auto", graphs: bool = False) -> VllmConfig:
+    settings = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS}
+    args = EngineArgs(str(tiny_model()), dtype="bfloat16", block_size=BLOCK_SIZE, **settings)
+    config = args.create_engine_config()
+    config.cache_config.cache_dtype = kv_cache_dtype
+    if graphs:
+        config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        config.compilation_config.max_cudagraph_capture_size = MAX_NUM_SEQS
+    return config
+
+
+@dataclass(eq=False)
+class Request:
+    """A request's tensors, `[num_layers, num_tokens, num_heads, head_size]`, and where it is.
+
+    Attributes:
+        query: As the layers get them.
+        key: As the layers get them.
+        value: As the layers get them.
+        read: What attention reads of each, float64.
+        prompt: The prompt, with its plan.
+        blocks: Block ids.
+        num_computed: Tokens that are in the cache.
+        retained: What every head of every layer retains before the tail of a complete prompt.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    read: dict[str, torch.Tensor]
+    prompt: Prompt
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    retained: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+    def seen(self, layer: int, head: int, position: int) -> list[int]:
+        """Tokens that a query may attend to."""
+        if self.prompt.plan is None or position < self.prompt.num_tokens:
+            return [*range(position + 1)]
+        tail = range(self.prompt.plan.tail_start * BLOCK_SIZE, position + 1)
+        return [*self.retained[layer, head], *tail]
+
+
+class Layers:
+    """The layers of a small model on one device, with their builder.
+
+    Args:
+        eviction: The configuration.
+        twins: Kernels to call in place of the references.
+        config: vLLM's.
+    """
+
+    def __init__(self, eviction: EvictionConfig, twins: Twins, config: VllmConfig) -> None:
+        self.eviction = eviction
+        self.quantized = config.cache_config.cache_dtype == "fp8"
+        self.random = torch.Generator().manual_seed(1)
+        dtype = torch.uint8 if self.quantized else torch.bfloat16
+        memory = torch.zeros(
+            NUM_LAYERS * NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=dtype
+        )
+        names = [f"layers.{index}.attn" for index in range(NUM_LAYERS)]
+        with set_current_vllm_config(config):
+            self.layers = [self._layer(name, config) for name in names]
+            for layer, cache in zip(self.layers, memory.chunk(NUM_LAYERS), strict=True):
+                layer.kv_cache = cache
+            spec = HeadwiseSpec(
+                block_size=BLOCK_SIZE,
+                num_kv_heads=NUM_KV_HEADS,
+                head_size=HEAD_SIZE,
+                dtype=dtype,
+                eviction=eviction,
+            )
+            self.builder = HeadwiseFlashAttentionMetadataBuilder(
+                spec, names, config, torch.device("cpu")
+            )
+        self.prompts: list[Prompt] = []
+        self.state = self.builder.start(NUM_BLOCKS, self._prompts_of, twins)
+        self.block_table = torch.zeros(MAX_NUM_SEQS, MAX_MODEL_LEN // BLOCK_SIZE).int()
+        self.seq_lens = torch.zeros(MAX_NUM_SEQS, dtype=torch.int32)
+        self.free = [*range(1, NUM_BLOCKS)]
+        self.on_host: list[torch.Tensor] = []
+
+    def _layer(self, name: str, config: VllmConfig) -> Attention:
+        layer = Attention(
+            GROUP * NUM_KV_HEADS,
+            HEAD_SIZE,
+            SCALE,
+            NUM_KV_HEADS,
+            cache_config=config.cache_config,
+            prefix=name,
+            attn_backend=HeadwiseFlashAttentionBackend,
+        )
+        if self.quantized:
+            for part, scale in SCALES.items():
+                getattr(layer, f"_{part}_scale").fill_(scale)
+                setattr(layer, f"_{part}_scale_float", scale)
+        weight = self._randn(NUM_KV_HEADS, HEAD_SIZE, GROUP, HIDDEN_SIZE)
+        layer.impl.output_projection = OutputProjection.of(weight)
+        return layer
+
+    def _randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.random).bfloat16()
+
+    def _prompts_of(self, common: CommonAttentionMetadata) -> list[Prompt]:
+        nothing = Prompt(0, self.eviction, None)
+        return self.prompts + [nothing] * (common.num_reqs - len(self.prompts))
+
+    def request(self, num_prompt_tokens: int, num_tokens: int) -> Request:
+        """A request that will come to `num_tokens`, its prompt among them."""
+        tensors = {
+            "q": self._randn(NUM_LAYERS, num_tokens, GROUP * NUM_KV_HEADS, HEAD_SIZE),
+            "k": self._randn(NUM_LAYERS, num_tokens, NUM_KV_HEADS, HEAD_SIZE),
+            "v": self._randn(NUM_LAYERS, num_tokens, NUM_KV_HEADS, HEAD_SIZE),
+        }
+        # Some keys are close to what queries look for, so that heads differ in what they need.
+        tensors["k"][:, ::7] *= 2
+        read = {name: tensor.double() for name, tensor in tensors.items()}
+        if self.quantized:
+            codes = {name: (t.float() / SCALES[name]).to(FP8) for name, t in tensors.items()}
+            read = {name: code.double() * SCALES[name] for name, code in codes.items()}
+            tensors["q"] = codes["q"]
+        prompt = Prompt.planned(num_prompt_tokens, BLOCK_SIZE, self.eviction)
+        return Request(*tensors.values(), read, prompt)
+
+    def preempt(self, request: Request) -> None:
+        """Takes a request's blocks, as the scheduler does."""
+        self._overwrite(request.blocks)
+        self.free = request.blocks + self.free
+        request.blocks, request.num_computed = [], 0
+
+    def _overwrite(self, blocks: Sequence[int]) -> None:
+        for layer in self.layers:
+            layer.kv_cache[blocks] = 77
+
+    def common(
+        self, rows: Sequence[tuple[Request, int]], num_rows: int | None = None
+    ) -> CommonAttentionMetadata:
+        """The step's metadata, padded to `num_rows`; tensors on the device are always the same."""
+        num_rows = num_rows or len(rows)
+        lens = np.zeros(num_rows, dtype=np.int64)
+        self.block_table.zero_()
+        self.seq_lens.zero_()
+        slots = []
+        for row, (request, num_new) in enumerate(rows):
+            end = request.num_computed + num_new
+            while len(request.blocks) * BLOCK_SIZE < end:
+                request.blocks.append(self.free.pop(0))
+            self.block_table[row, : len(request.blocks)] = torch.tensor(request.blocks)
+            self.seq_lens[row], lens[row] = end, num_new
+            positions = torch.arange(request.num_computed, end)
+            blocks = torch.tensor(request.blocks)[positions // BLOCK_SIZE]
+            slots.append(blocks * BLOCK_SIZE + positions % BLOCK_SIZE)
+        self.prompts = [request.prompt for request, _ in rows]
+        starts = torch.from_numpy(np.concatenate(([0], lens.cumsum())).astype(np.int32))
+        # With speculation the host knows an upper bound of what a decoding row has come to.
+        bounds = self.seq_lens[:num_rows].clone()
+        for row, (request, num_new) in enumerate(rows):
+            if request.num_computed >= request.prompt.num_tokens:
+                bounds[row] += num_new - 1
+        num_tokens = max(int(starts[-1]), num_rows if num_rows > len(rows) else 0)
+        slot_mapping = torch.full((num_tokens,), PADDING)
+        slot_mapping[: int(starts[-1])] = torch.cat(slots) if slots else torch.empty(0)
+        self.on_host = [starts, bounds]
+        return CommonAttentionMetadata(
+            query_start_loc=starts.clone(),
+            query_start_loc_cpu=starts,
+            seq_lens=self.seq_lens[:num_rows],
+            seq_lens_cpu_upper_bound=bounds,
+            num_reqs=num_rows,
+            num_actual_tokens=num_tokens,
+            max_query_len=int(lens.max()) if rows else 1,
+            max_seq_len=int(bounds.max()),
+            block_table_tensor=self.block_table[:num_rows],
+            slot_mapping=slot_mapping,
+        )
+
+    def forward(
+        self,
+        rows: Sequence[tuple[Request, int]],
+        common: CommonAttentionMetadata,
+        metadata: Any,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> list[torch.Tensor]:
+        """Runs the layers on given metadata; their outputs `[num_tokens, num_heads, head_size]`.
+
+        What an impl does, which happens on the device, runs under `guard`.
+        """
+        outputs = []
+        for index, layer in enumerate(self.layers):
+            parts = [
+                torch.cat(
+                    [
+                        getattr(request, name)[index, request.num_computed :][:num_new]
+                        for request, num_new in rows
+                    ]
+                )
+                for name in ("query", "key", "value")
+            ]
+            # A slice of the fused projection: rows apart from each other.
+            num_padding = common.num_actual_tokens - len(parts[0])
+            query, key, value = (
+                torch.nn.functional.pad(part.view(torch.int8), (0, 0, 0, 0, 0, num_padding))
+                .repeat(1, 1, 2)
+                .view(part.dtype)[..., : part.shape[2]]
+                for part in parts
+            )
+            shape = len(query), GROUP * NUM_KV_HEADS, HEAD_SIZE
+            output, cache = torch.full(shape, torch.nan, dtype=torch.bfloat16), layer.kv_cache
+            with guard():
+                layer.impl.do_kv_cache_update(layer, key, value, cache, common.slot_mapping)
+                layer.impl.forward(layer, query, key, value, cache, metadata, output)
+            outputs.append(output)
+        return outputs
+
+    def step(self, *rows: tuple[Request, int]) -> Any:
+        """One step, compared with the oracle; returns the metadata that it ran with."""
+        common = self.common(rows)
+        metadata = self.builder.build(0, common)
+        self.check(rows, self.forward(rows, common, metadata))
+        return metadata
+
+    def check(self, rows: Sequence[tuple[Request, int]], outputs: Sequence[torch.Tensor]) -> None:
+        """Compares a step's outputs, then takes it as done."""
+        for index, output in enumerate(outputs):
+            first = 0
+            for request, num_new in rows:
+                self._complete(request, num_new)
+                expected = self._expected(request, index, num_new)
+                # Rounded once to bfloat16, of which the oracle knows nothing.
+                torch.testing.assert_close(
+                    output[first : first + num_new].double(), expected, rtol=2**-8, atol=1e-6
+                )
+                first += num_new
+        for request, num_new in rows:
+            was_in_prompt = request.num_computed < request.prompt.num_tokens
+            request.num_computed += num_new
+            plan = request.prompt.plan
+            if plan and was_in_prompt and request.num_computed >= request.prompt.num_tokens:
+                self._overwrite(request.blocks[: plan.first_packed])
+
+    def _expected(self, request: Request, layer: int, num_new: int) -> torch.Tensor:
+        read, outputs = {name: part[layer] for name, part in request.read.items()}, []
+        for position in range(request.num_computed, request.num_computed + num_new):
+            heads = []
+            for head in range(NUM_KV_HEADS):
+                seen = request.seen(layer, head, position)
+                query = read["q"][position, None, head * GROUP : (head + 1) * GROUP]
+                key, value = (read[name][seen, head, None] for name in ("k", "v"))
+                heads.append(attention(query, key, value, SCALE)[0])
+            outputs.append(torch.cat(heads))
+        return torch.stack(outputs)
+
+    def _complete(self, request: Request, num_new: int) -> None:
+        """Asks the oracle what is retained, when the prompt becomes complete."""
+        plan, num_tokens = request.prompt.plan, request.prompt.num_tokens
+        if plan is None or request.retained or request.num_computed + num_new < num_tokens:
+            return
+        first_query = 0 if METHODS[self.eviction.method].whole_prompt else -self.eviction.window
+        inputs = []
+        for index, layer in enumerate(self.layers):
+            query, key, value = (request.read[name][index, :num_tokens] for name in "qkv")
+            weight = layer.impl.output_projection.weight.double()
+            inputs.append(
+                oracle.LayerInputs(
+                    query[first_query:].tolist(),
+                    key.transpose(0, 1).tolist(),
+                    value[: plan.tail_start * BLOCK_SIZE].transpose(0, 1).tolist(),
+                    weight.tolist(),
+                )
+            )
+        size = SCALE, plan.num_packed, BLOCK_SIZE, self.eviction
+        if METHODS[self.eviction.method].pooled:
+            entries = oracle.retain(inputs, *size).entries
+        else:
+            entries = []
+            for index, layer_inputs in enumerate(inputs):
+                chosen = oracle.retain([layer_inputs], *size, first_layer=index).entries
+                entries += [(index * NUM_KV_HEADS + head, token) for head, token in chosen]
+        request.retained = {
+            (index, head): sorted(
+                token for owner, token in entries if owner == index * NUM_KV_HEADS + head
+            )
+            for index in range(NUM_LAYERS)
+            for head in range(NUM_KV_HEADS)
+        }

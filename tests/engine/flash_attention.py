@@ -1,0 +1,164 @@
+"""Stand-ins for FlashAttention: plain PyTorch in float64, for arguments that the real calls take.
+
+Names are checked against vLLM's own signatures, shapes, strides and dtypes against what the kernels
+want.
+"""
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from torch.utils._python_dispatch import _disable_current_modes
+from vllm import _custom_ops
+from vllm.v1.attention.backends import flash_attn
+
+FP8 = torch.float8_e4m3fn
+DTYPES = {torch.bfloat16}
+"""Of queries and of an unquantised cache; the real calls take float16 too."""
+
+PADDING = -1
+"""Slot of a token that pads a batch."""
+
+
+def _interface() -> Any:
+    """vLLM's interface to FlashAttention; its package wants the compiled kernels."""
+    path = Path(vllm.__file__).parent / "vllm_flash_attn" / "flash_attn_interface.py"
+    spec = importlib.util.spec_from_file_location("flash_attn_interface", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+INTERFACE = _interface()
+
+
+def stand_in(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls the decorated function with what the real one would get, its defaults included.
+
+    It computes on the host: what it reads there is no synchronisation.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = inspect.signature(real).bind(*args, **kwargs)
+            bound.apply_defaults()
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                return function(**bound.arguments)
+
+        return call
+
+    return decorate
+
+
+def _is_rows(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> bool:
+    """Whether a tensor has a shape and rows of neighbouring elements."""
+    return tensor.dtype == dtype and tensor.shape == shape and tensor.stride(-1) == 1
+
+
+@stand_in(INTERFACE.flash_attn_varlen_func)
+def flash_attn_varlen_func(**given: Any) -> torch.Tensor:
+    q, k, v, out = (given[name] for name in ("q", "k", "v", "out"))
+    starts, lengths, pages = (given[name] for name in ("cu_seqlens_q", "seqused_k", "block_table"))
+    num_sequences, num_heads, head_size = len(lengths), *q.shape[1:]
+    num_pages, page_size, num_kv_heads, _ = k.shape
+    quantized = k.dtype == FP8
+    assert k.dtype == v.dtype == q.dtype
+    assert quantized or q.dtype in DTYPES
+    assert _is_rows(q, q.dtype, len(q), num_heads, head_size)
+    assert _is_rows(out, torch.bfloat16 if quantized else q.dtype, *q.shape)
+    assert page_size % 16 == 0
+    assert num_heads % num_kv_heads == 0
+    for cache in (k, v):
+        assert _is_rows(cache, k.dtype, num_pages, page_size, num_kv_heads, head_size)
+        # FlashAttention 3 copies with TMA: strides are multiples of 16 bytes, of size 1 too.
+        assert all(stride * cache.element_size() % 16 == 0 for stride in cache.stride()[:3])
+        assert num_kv_heads > 1 or cache.stride(2) == head_size
+    assert _is_rows(starts, torch.int32, num_sequences + 1)
+    assert _is_rows(lengths, torch.int32, num_sequences)
+    assert _is_rows(pages, torch.int32, num_sequences, pages.shape[1])
+    for name in ("q_descale", "k_descale", "v_descale"):
+        assert given[name].dtype == torch.float32
+        assert given[name].shape == (num_sequences, num_kv_heads)
+    assert given["fa_version"] == 3
+    assert given["causal"] is True
+    assert given["window_size"] in (None, [-1, -1])
+    assert isinstance(given["num_splits"], int)
+    if given["scheduler_metadata"] is not None:
+        assert given["scheduler_metadata"].dtype == torch.int32
+    for name in ("alibi_slopes", "s_aux", "mask_mod", "aux_tensors", "dynamic_causal"):
+        assert given[name] is None
+    assert given["softcap"] == 0
+    assert given["cu_seqlens_k"] is None
+    for sequence in range(num_sequences):
+        first, last = starts[sequence : sequence + 2].tolist()
+        length = int(lengths[sequence])
+        assert 0 <= last - first <= given["max_seqlen_q"]
+        assert 0 <= length <= min(given["max_seqlen_k"], pages.shape[1] * page_size)
+        used = pages[sequence, : -(-length // page_size)].long()
+        assert ((used >= 0) & (used < num_pages)).all()
+        key, value = (cache[used].flatten(0, 1)[:length].double() for cache in (k, v))
+        query = q[first:last].double() * given["q_descale"][sequence, 0]
+        key *= given["k_descale"][sequence][:, None]
+        value *= given["v_descale"][sequence][:, None]
+        out[first:last] = attention(query, key, value, given["softmax_scale"]).to(out.dtype)
+    return out
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Causal, aligned to the last query; a query that sees nothing gets zeros."""
+    group, (num_queries, num_keys) = query.shape[1] // key.shape[1], (len(query), len(key))
+    if not num_keys or not num_queries:
+        return torch.zeros_like(query)
+    by_head = query.unflatten(1, (-1, group))
+    logits = torch.einsum("qhgd,khd->hgqk", by_head, key) * scale
+    last_seen = torch.arange(num_queries) + num_keys - num_queries
+    hidden = torch.arange(num_keys) > last_seen[:, None]
+    weights = logits.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num()
+    return torch.einsum("hgqk,khd->qhgd", weights, value).flatten(1, 2)
+
+
+@stand_in(_custom_ops.reshape_and_cache_flash)
+def reshape_and_cache_flash(**given: Any) -> None:
+    slots, block_size = given["slot_mapping"], given["key_cache"].shape[1]
+    assert slots.dtype == torch.int64
+    used = slots != PADDING
+    places = slots[used] // block_size, slots[used] % block_size
+    for name in ("key", "value"):
+        entries, cache = given[name][: len(slots)][used], given[f"{name}_cache"]
+        if given["kv_cache_dtype"] == "auto":
+            assert entries.dtype == cache.dtype
+            cache[places] = entries
+        else:
+            cache[places] = quantized(entries, given[f"{name[0]}_scale"]).view(cache.dtype)
+
+
+def quantized(tensor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (tensor.float() / scale).to(FP8)
+
+
+@stand_in(INTERFACE.get_scheduler_metadata)
+def get_scheduler_metadata(**given: Any) -> torch.Tensor:
+    assert given["cache_seqlens"].shape == (given["batch_size"],)
+    assert given["cu_seqlens_q"].shape == (given["batch_size"] + 1,)
+    return torch.zeros(1 + -(-given["batch_size"] // 4) * 16, dtype=torch.int32)
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Puts the stand-ins where vLLM's backend looks for the calls, as on an H100."""
+    for function in (flash_attn_varlen_func, reshape_and_cache_flash, get_scheduler_metadata):
+        patch.setattr(flash_attn, function.__name__, function, raising=False)
+    patch.setattr(flash_attn, "get_flash_attn_version", lambda **_: 3)
+    for feature in ("kv_cache_dtype", "sinks"):
+        name = f"flash_attn_supports_{feature}"
+        patch.setattr(flash_attn, name, lambda *_, **__: True, raising=False)

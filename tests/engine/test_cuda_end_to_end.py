@@ -1,0 +1,71 @@
+"""The CUDA backend in a real engine: vLLM's scheduler and model runner, real weights, on the CPU.
+
+Only FlashAttention's calls have stand-ins. The answers are those of the CPU backend.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine import flash_attention
+from tests.engine.conftest import EngineFactory
+from vllm_kvselect.engine import arguments
+from vllm_kvselect.engine.cpu_worker import EvictionCPUWorker
+from vllm_kvselect.engine.cuda_backend import HeadwiseFlashAttentionMetadataBuilder
+from vllm_kvselect.engine.warm_up import warm_up
+from vllm_kvselect.methods import NO_TWINS, Twins
+from vllm_kvselect.scoring.value_norms import OutputProjection
+
+pytestmark = pytest.mark.engine
+PROMPT_LENS = (500, 300, 40, 351)
+SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 192, "max_num_seqs": 4}
+
+
+class FlashAttentionOnCPU(EvictionCPUWorker):
+    """vLLM's CPU worker with the backend, and the warm-up, of the CUDA worker."""
+
+    backend = "vllm_kvselect.engine.cuda_backend.HeadwiseFlashAttentionBackend"
+
+    def _load_kernels(self) -> Twins:
+        return NO_TWINS
+
+    def _prepared(self, projection: OutputProjection) -> OutputProjection:
+        return projection
+
+    def compile_or_warm_up_model(self) -> Any:
+        for builder in self._builders:
+            assert isinstance(builder, HeadwiseFlashAttentionMetadataBuilder)
+            warm_up(builder, [self._eviction.method], self._eviction)
+        return super().compile_or_warm_up_model()
+
+
+@pytest.fixture
+def on_flash_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    with monkeypatch.context() as patch:
+        flash_attention.install(patch)
+        patch.setattr(flash_attention, "DTYPES", {torch.float32})
+        worker = f"{__name__}.{FlashAttentionOnCPU.__name__}"
+        patch.setitem(arguments._WORKERS, "cpu", worker)
+        yield patch
+
+
+@pytest.mark.parametrize("method", ["adakv-perturb", "layer-defensivekv"])
+def test_answers_are_those_of_the_cpu_backend(
+    method: str,
+    start_engine: EngineFactory,
+    make_prompts: Any,
+    on_flash_attention: pytest.MonkeyPatch,
+) -> None:
+    eviction = {"method": method, "budget": 128}
+    prompts = make_prompts(PROMPT_LENS)
+    # So few blocks that requests are preempted, and resume with chunks past their prompts' ends.
+    with start_engine(eviction, 30, **SETTINGS) as engine:
+        on_device = engine.generate(prompts, 40)
+        assert engine.worker.kv_eviction_stats()["num_evicted"] > 3
+        assert type(engine.impls[0]).__name__ == "HeadwiseFlashAttentionImpl"
+    on_flash_attention.undo()
+    with start_engine(eviction, 30, **SETTINGS) as engine:
+        assert type(engine.impls[0]).__name__ == "HeadwiseCPUAttentionImpl"
+        assert engine.generate(prompts, 40) == on_device

@@ -1,0 +1,136 @@
+"""The CUDA worker: which request a row is, what keeps out of full graphs, reports, memory."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_kvselect.config import CONFIG_KEY, EvictionConfig
+from vllm_kvselect.engine.cuda_tables import buffer_bytes
+from vllm_kvselect.engine.cuda_worker import EvictionGPUWorker
+from vllm_kvselect.engine.prompts import LivePrompts, Prompt
+from vllm_kvselect.engine.spec import HeadwiseSpec
+
+BLOCK_SIZE = 16
+EVICTION = EvictionConfig(method="adakv", budget=64, window=16)
+
+
+def new(name: str, num_tokens: int, num_computed: int = 0) -> NewRequestData:
+    return NewRequestData(
+        name, [1] * num_tokens, [], None, None, ([],), num_computed, None, prefill_token_ids=None
+    )
+
+
+def scheduled(
+    requests: tuple[NewRequestData, ...] = (), cached: dict[str, int] | None = None
+) -> SchedulerOutput:
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = list(requests)
+    known = output.scheduled_cached_reqs = CachedRequestData.make_empty()
+    known.req_ids, known.num_computed_tokens = [*(cached or {})], [*(cached or {}).values()]
+    return output
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker without a device: what vLLM's worker would do is looked at in place of done."""
+    made = object.__new__(EvictionGPUWorker)
+    made._eviction, made._prompts = EVICTION, LivePrompts(EVICTION, BLOCK_SIZE)
+    made._states, made._report_to_send = [], None
+    made._num_saved_blocks, made._reported_seconds = 0, 0.0
+    made._is_prefilling = False
+    monkeypatch.setattr(Worker, "execute_model", lambda self, _: self._is_prefilling)
+    return made
+
+
+def test_steps_that_compute_a_prompt_with_a_plan_keep_out_of_full_graphs(worker: Any) -> None:
+    long, short = new("long", 200), new("short", 30)
+    for output, is_vetoed in (
+        (scheduled((short,)), False),
+        (scheduled((long,), {"short": 29}), True),
+        (scheduled((), {"long": 199, "short": 30}), True),  # the last token, alone
+        (scheduled((), {"long": 200, "short": 31}), False),
+        (scheduled((), {"long": 230}), False),
+        (scheduled((), {"long": 0}), True),  # resumed
+        (scheduled((), {"short": 0}), False),
+        (scheduled((), {"of a dummy batch": 0}), False),
+    ):
+        assert worker.execute_model(output) is is_vetoed
+        assert not worker._is_prefilling
+
+
+def test_rows_of_both_model_runners_have_their_prompts(worker: Any) -> None:
+    worker._prompts.update(scheduled((new("a", 200), new("b", 30))))
+    ours = [worker._prompts["b"], worker._prompts["a"]]
+    common = SimpleNamespace(num_reqs=4, req_idx=np.array([7, 2]))
+    worker.use_v2_model_runner = True
+    worker.model_runner = SimpleNamespace(
+        req_states=SimpleNamespace(index_to_req_id={2: "a", 7: "b", 3: "c"})
+    )
+    assert worker._prompts_of(common)[:2] == ours
+    worker.use_v2_model_runner = False
+    worker.model_runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["b", "a"]))
+    found = worker._prompts_of(common)
+    assert found[:2] == ours
+    assert [prompt.plan for prompt in found[2:]] == [None, None]  # padding
+    common.req_idx = np.arange(4)  # a dummy batch, before there are requests
+    worker._prompts, worker.use_v2_model_runner = LivePrompts(EVICTION, BLOCK_SIZE), True
+    worker.model_runner = SimpleNamespace(req_states=SimpleNamespace(index_to_req_id={}))
+    assert [prompt.plan for prompt in worker._prompts_of(common)] == [None] * 4
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_model_runner_v2_sends_reports_with_the_output(
+    wrapped: bool, worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = Prompt.planned(200, BLOCK_SIZE, EVICTION)
+    assert prompt.plan
+    stopwatch = SimpleNamespace(seconds=0.25)
+    worker._states = [SimpleNamespace(completed=[prompt], stopwatch=stopwatch, num_evicted=1)]
+    worker.use_v2_model_runner = True
+    result = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+    output = SimpleNamespace(model_runner_output=result) if wrapped else result
+    monkeypatch.setattr(Worker, "sample_tokens", lambda *_: output)
+    worker.execute_model(scheduled())
+    assert worker.sample_tokens(None) is output
+    stats = result.kv_connector_output.kv_connector_stats.data[CONFIG_KEY]
+    assert stats["prompts"] == [[200, prompt.plan.first_packed]]
+    assert stats["selection_seconds"] == 0.25
+    result.kv_connector_output = None
+    worker.execute_model(scheduled())
+    worker.sample_tokens(None)
+    assert result.kv_connector_output is None
+    stopwatch.seconds = 0.75  # the device has come to the end of another prompt
+    worker.execute_model(scheduled())
+    worker.sample_tokens(None)
+    stats = result.kv_connector_output.kv_connector_stats.data[CONFIG_KEY]
+    assert (stats["prompts"], stats["selection_seconds"]) == ([], 0.5)
+
+
+def test_memory_beside_the_cache_is_reserved_unless_the_user_gave_a_size(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = HeadwiseSpec(
+        block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, eviction=EVICTION
+    )
+    monkeypatch.setattr(
+        EvictionGPUWorker, "get_kv_cache_spec", lambda _: {str(i): spec for i in range(32)}
+    )
+    monkeypatch.setattr(Worker, "determine_available_memory", lambda _: 40 * 2**30)
+    worker.model_config = SimpleNamespace(max_model_len=32768, dtype=torch.bfloat16)
+    scheduler = SimpleNamespace(max_num_seqs=256)
+    worker.vllm_config = SimpleNamespace(scheduler_config=scheduler)
+    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=None)
+    reserved = 40 * 2**30 - worker.determine_available_memory()
+    tables = buffer_bytes(256, 8, 32, 32768, 16)
+    assert tables == pytest.approx(17 * 2**20, rel=0.05)
+    # Of 2 MiB a block, 1,152 bytes go to the state; keys and values of the longest prompt are read.
+    state, read = 40 * 2**30 / 2**21 * 1152, 2 * 8 * 32768 * 128 * 4
+    assert reserved == pytest.approx(tables + state + read + 12 * 4 * 8 * 32768, rel=0.01)
+    worker.cache_config.kv_cache_memory_bytes = 40 * 2**30
+    assert worker.determine_available_memory() == 40 * 2**30

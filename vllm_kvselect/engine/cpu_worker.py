@@ -1,0 +1,58 @@
+"""EvictionCPUWorker: vLLM's CPU worker with eviction."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_kvselect.engine.worker import EvictionWorker
+from vllm_kvselect.kernels import cpu
+from vllm_kvselect.methods import NO_TWINS, Twins
+from vllm_kvselect.scoring.value_norms import OutputProjection
+
+logger = init_logger(__name__)
+
+
+class EvictionCPUWorker(EvictionWorker, CPUWorker):
+    """Runs the model with eviction. Only engines that ask for eviction use this worker."""
+
+    backend = "vllm_kvselect.engine.cpu_backend.HeadwiseCPUAttentionBackend"
+    # On CPU the platform always asks for this one.
+    replaces = AttentionBackendEnum.CPU_ATTN
+
+    def _load_kernels(self) -> Twins:
+        """The CPU kernels; without them selection is slower, which is said and no more."""
+        try:
+            return cpu.load()
+        except cpu.KernelError as error:
+            logger.warning("%s; selection runs in plain PyTorch, several times slower", error)
+            return NO_TWINS
+
+    def _prepared(self, projection: OutputProjection) -> OutputProjection:
+        return cpu.pack(projection) if self._twins else projection
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's; requests in mid-prefill do not draw from their own random generators.
+
+        Their tokens are drawn and discarded. vLLM then sets a generator back, which a CPU generator
+        refuses: with a seed and a prompt in several chunks, stock vLLM 0.32 stops the engine there.
+        """
+        if self.use_v2_model_runner:
+            return super().sample_tokens(grammar_output)
+        with _generators_withheld(self.model_runner):
+            return super().sample_tokens(grammar_output)
+
+
+@contextmanager
+def _generators_withheld(runner: Any) -> Iterator[None]:
+    """Takes the seeded generators of rows whose token will be discarded out of the batch."""
+    generators, num_reqs = runner.input_batch.generators, runner.input_batch.num_reqs
+    discarded = runner.discard_request_mask.np[:num_reqs].nonzero()[0].tolist()
+    withheld = {row: generators.pop(row) for row in discarded if row in generators}
+    try:
+        yield
+    finally:
+        generators.update(withheld)

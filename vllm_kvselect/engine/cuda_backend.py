@@ -1,0 +1,146 @@
+"""The CUDA attention backend: FlashAttention, called through the one-head view for decoding.
+
+Nothing here waits for the device. What is cut where is decided from what the host knows: prompts,
+their plans, and lengths that are exact while a prompt is not complete.
+"""
+
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
+
+from vllm_kvselect.config import ConfigError
+from vllm_kvselect.engine.batch import Split, Splitter
+from vllm_kvselect.engine.cuda_impl import HeadwiseFlashAttentionImpl
+from vllm_kvselect.engine.cuda_tables import HeadwiseTables
+from vllm_kvselect.engine.headwise import HeadwiseBuilder, HeadwiseMetadata
+from vllm_kvselect.engine.page_tables import SettledRows
+from vllm_kvselect.engine.prompts import Prompt
+from vllm_kvselect.engine.state import RetentionState
+from vllm_kvselect.methods import Twins
+from vllm_kvselect.page_table import PageTable
+
+
+class HeadwiseFlashAttentionBackend(FlashAttentionBackend):
+    """vLLM's FlashAttention backend with our builder and impl; the worker puts it in place."""
+
+    @staticmethod
+    def get_impl_cls() -> type[HeadwiseFlashAttentionImpl]:
+        """The impl of every full-attention layer."""
+        return HeadwiseFlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["HeadwiseFlashAttentionMetadataBuilder"]:
+        """The builder of every group of layers."""
+        return HeadwiseFlashAttentionMetadataBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """The layout in which the part of a block that holds one head is contiguous."""
+        return (KVCacheLayout.LBHNC,)
+
+
+class DeviceSplitter(Splitter):
+    """Splits batches whose block tables and lengths are on a device."""
+
+    def prompts_of_decodes(self, common: CommonAttentionMetadata) -> list[Prompt] | None:
+        """Prompts of a batch of decodes.
+
+        A token of a prompt that drops nothing counts as a decode: it reads the whole cache.
+
+        Args:
+            common: vLLM's metadata.
+
+        Returns:
+            The rows' prompts, or None if a row has several tokens or a prompt to be looked at.
+        """
+        if common.max_query_len != 1:
+            return None
+        rows = self.rows(common)
+        in_prompt = rows.stock_lens > 0
+        if any(in_prompt[row] and prompt.plan for row, prompt in enumerate(rows.prompts)):
+            return None
+        return rows.prompts
+
+    def _seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        bound = common.seq_lens_cpu_upper_bound
+        assert bound is not None
+        return bound
+
+    def _block_id(self, blocks: torch.Tensor, index: int) -> torch.Tensor:
+        return blocks[index : index + 1]
+
+    def _table_of(self, rows: SettledRows) -> PageTable | None:
+        rows.offsets = self._state.offsets.index_select(0, rows.first_packed_blocks)
+        return None
+
+
+class HeadwiseFlashAttentionMetadataBuilder(HeadwiseBuilder, FlashAttentionMetadataBuilder):
+    """Builds vLLM's metadata, split where prompts end. Stock until `start` is called.
+
+    A graph that holds a whole decode step cannot choose between vLLM's call and the one-head view,
+    so it always holds the view; rows that drop nothing have identity tables there.
+    """
+
+    splitter_class = DeviceSplitter
+    supports_update_block_table = False
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> AttentionCGSupport:
+        """Whole graphs for one token a row; mixed batches are split, outside graphs."""
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def _start_layers(self, layers: list[Any], state: RetentionState, twins: Twins) -> None:
+        manager_block_size = self.vllm_config.cache_config.block_size
+        if self.block_size != manager_block_size:
+            raise ConfigError(
+                f"kv_eviction cannot use FlashAttention with block_size = {manager_block_size}, "
+                f"since its kernel takes {self.block_size}; set --block-size {self.block_size}"
+            )
+        self.tables = HeadwiseTables(
+            state,
+            self.vllm_config.scheduler_config.max_num_seqs,
+            self.vllm_config.model_config.max_model_len,
+            self.block_size,
+            twins,
+        )
+        for index, layer in enumerate(layers):
+            dtype = self.vllm_config.model_config.dtype
+            layer.impl.start(index, layer, state, self.tables, dtype, twins)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        """vLLM's metadata where nothing is dropped and no graph may run, else the split batch."""
+        common, splitter = common_attn_metadata, self._splitter
+        assert splitter is None or isinstance(splitter, DeviceSplitter)
+        prompts = splitter.prompts_of_decodes(common) if splitter else None
+        if prompts is None:
+            return super().build(common_prefix_len, common, fast_build)
+        in_graph = self._may_be_in_graph(common)
+        if not in_graph and all(prompt.plan is None for prompt in prompts):
+            return self._build_stock(common_prefix_len, common, fast_build)
+        # As vLLM: a bound for what a graph holds, one part where batches must not matter.
+        num_splits = self.max_num_splits if in_graph else 0
+        if envs.VLLM_BATCH_INVARIANT:
+            num_splits = 1
+        batch = self.tables.decode_batch(prompts, common, num_splits)
+        return HeadwiseMetadata(Split(common, None, [], [], [], batch), None)
+
+    def _may_be_in_graph(self, common: CommonAttentionMetadata) -> bool:
+        """Whether a graph of a whole step may be captured or run with this metadata."""
+        largest = self.max_cudagraph_size
+        fits = largest is not None and common.num_actual_tokens <= largest
+        return bool(self.use_full_cuda_graph and fits)

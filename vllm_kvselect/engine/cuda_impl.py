@@ -1,0 +1,202 @@
+"""A layer of the CUDA backend: FlashAttention, selection, compaction and the one-head view."""
+
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
+from vllm.v1.attention.backend import AttentionLayer, AttentionType
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+from vllm_kvselect.compaction import gather_entries, gather_from_blocks, scatter_entries
+from vllm_kvselect.config import ConfigError
+from vllm_kvselect.engine.batch import Completion, HeadwiseBatch
+from vllm_kvselect.engine.cuda_tables import HeadwiseTables
+from vllm_kvselect.engine.headwise_impl import HeadwiseImpl, refuse_layer
+from vllm_kvselect.engine.memory import all_layers
+from vllm_kvselect.engine.state import RetentionState
+from vllm_kvselect.methods import Twins
+
+
+def one_head_view(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views the memory of all layers as a paged cache with a single KV head.
+
+    Args:
+        kv_cache: The cache of one of the layers,
+            `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, layout LBHNC.
+        head_size: Elements per key and per value.
+
+    Returns:
+        Keys and values, `[num_layers * num_blocks * num_kv_heads, block_size, 1, head_size]` each,
+        the same memory, with the strides that FlashAttention wants.
+    """
+    pages = all_layers(kv_cache).flatten(0, 1).unsqueeze(2)
+    key, value = pages.split(head_size, dim=-1)
+    return canonicalize_singleton_dim_strides(key), canonicalize_singleton_dim_strides(value)
+
+
+class HeadwiseFlashAttentionImpl(HeadwiseImpl, FlashAttentionImpl):
+    """vLLM's FlashAttention, plus selection, packing and the one-head view.
+
+    A step's entries are in the cache before `forward` is called. With an fp8 cache, what is scored
+    is what attention reads: quantised keys and values, and the queries as they are handed over.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        refuse_layer(
+            ALiBi=self.alibi_slopes is not None,
+            attention_sinks=self.sinks is not None,
+            a_sliding_window=tuple(self.sliding_window) != (-1, -1),
+            a_logits_soft_cap=self.logits_soft_cap != 0,
+            a_KV_cache_shared_between_layers=self.kv_sharing_target_layer_name is not None,
+            attention_other_than_a_decoder=self.attn_type != AttentionType.DECODER,
+            # It takes blocks of 128 tokens and tables cut to the batch's longest request.
+            heads_of_256_channels_on_Blackwell=self.fa4_hd256,
+        )
+        self._is_quantized = is_quantized_kv_cache(self.kv_cache_dtype)
+
+    def start(
+        self,
+        layer_index: int,
+        layer: Any,
+        state: RetentionState,
+        tables: HeadwiseTables,
+        dtype: torch.dtype,
+        twins: Twins,
+    ) -> None:
+        """Connects the layer to its group; called once the cache is allocated and weights loaded.
+
+        Args:
+            layer_index: The layer's place in the group.
+            layer: vLLM's attention layer, with its cache and its scales.
+            state: State of the group's layers.
+            tables: Page tables of the group's layers.
+            dtype: The model's dtype, in which quantised keys and values are scored.
+            twins: Kernels to call in place of the references.
+
+        Raises:
+            ConfigError: If the layer has scales per head.
+        """
+        self._connect(layer_index, state, twins)
+        self._tables, self._dtype = tables, dtype
+        key, value = one_head_view(layer.kv_cache, self.head_size)
+        if self._is_quantized:
+            if layer._k_scale.numel() != 1 or layer._v_scale.numel() != 1:
+                raise ConfigError(
+                    "kv_eviction does not support an fp8 KV cache with scales per head; serve this "
+                    "checkpoint with --kv-cache-dtype bfloat16"
+                )
+            key, value = (part.view(current_platform.fp8_dtype()) for part in (key, value))
+            self._score_scale *= layer._k_scale_float
+            if layer.query_quant is not None:
+                self._score_scale *= layer._q_scale_float
+            self._value_scale = layer._v_scale_float
+        self._key_pages, self._value_pages = key, value
+
+    def _forward_headwise(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: HeadwiseBatch,
+        output: torch.Tensor,
+    ) -> None:
+        table = self._tables.of_layer(self._layer_index, batch.rows)
+        # [num_tokens, num_heads, head_size] -> [num_tokens, num_kv_heads, group, head_size]
+        by_head = query.unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
+        grouped_output = output.view(-1, *by_head.shape[2:])
+        if isinstance(batch.queries, slice):
+            first, last = (
+                end // self.num_kv_heads for end in (batch.queries.start, batch.queries.stop)
+            )
+            grouped_query = by_head[first:last].flatten(0, 1)
+        else:
+            grouped_query = by_head[
+                batch.queries // self.num_kv_heads, batch.queries % self.num_kv_heads
+            ]
+        part = grouped_output[batch.queries]
+        # One head, so a scale for every sequence.
+        scales = (len(table.seq_lens), 1)
+        flash_attn.flash_attn_varlen_func(
+            q=grouped_query,
+            k=self._key_pages,
+            v=self._value_pages,
+            out=part,
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=batch.max_query_len,
+            seqused_k=table.seq_lens,
+            max_seqlen_k=batch.max_seq_len,
+            softmax_scale=self.scale,
+            causal=True,
+            block_table=table.pages,
+            fa_version=self.vllm_flash_attn_version,
+            q_descale=layer._q_scale.expand(scales) if self.supports_quant_query_input else None,
+            k_descale=layer._k_scale.expand(scales),
+            v_descale=layer._v_scale.expand(scales),
+            num_splits=batch.num_splits,
+        )
+        if not isinstance(batch.queries, slice):
+            grouped_output[batch.queries] = part
+
+    def _at_hand(
+        self, key: torch.Tensor, value: torch.Tensor, tokens: slice
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if self._is_quantized else super()._at_hand(key, value, tokens)
+
+    def _scored_queries(self, query: torch.Tensor) -> torch.Tensor:
+        return query.to(self._dtype)
+
+    def _read_keys(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        return self._entries(kv_cache, pages)[0]
+
+    def _read(
+        self, kv_cache: torch.Tensor, completion: Completion
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._entries(kv_cache, completion.pages)
+
+    def _entries(
+        self, kv_cache: torch.Tensor, pages: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys, up to their scale, and values of whole pages in token order.
+
+        Args:
+            kv_cache: The layer's cache.
+            pages: Page ids of each head, `[num_kv_heads, n]` int64.
+
+        Returns:
+            `[num_kv_heads, n * block_size, head_size]` each, in the model's dtype.
+        """
+        width = kv_cache.shape[-1]
+        read = kv_cache.flatten(0, 1).index_select(0, pages.flatten())
+        key, value = read.view(len(pages), -1, width).split(self.head_size, dim=-1)
+        if not self._is_quantized:
+            return key, value
+        key, value = (
+            part.view(current_platform.fp8_dtype()).to(self._dtype) for part in (key, value)
+        )
+        return key, value.mul_(self._value_scale)
+
+    def _move(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        retained: torch.Tensor,
+        completion: Completion,
+    ) -> None:
+        gather = self._twins.get(gather_from_blocks, gather_from_blocks)
+        scatter = self._twins.get(scatter_entries, scatter_entries)
+        entries = gather(kv_cache, completion.blocks, retained, value.shape[1])
+        scatter(kv_cache, completion.slots, entries)
+
+    def _move_pool(
+        self, kv_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
+    ) -> None:
+        gather = self._twins.get(gather_entries, gather_entries)
+        scatter = self._twins.get(scatter_entries, scatter_entries)
+        memory = all_layers(kv_cache)
+        # One head whose tokens are the slots.
+        slots = memory.view(1, -1, memory.shape[-1])
+        scatter(memory, targets, gather(slots, sources, slots.shape[1]))

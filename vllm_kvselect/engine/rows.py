@@ -1,0 +1,80 @@
+"""The rows of a batch as plain integers, and which of its tokens belong to which part."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_kvselect.engine.prompts import Prompt
+
+Indices = slice | np.ndarray
+"""Indices on the host: a slice where they are consecutive, so that nothing is copied."""
+
+Tokens = slice | torch.Tensor
+"""The same where the tokens are."""
+
+
+class Rows(NamedTuple):
+    """The rows of a batch, as numpy arrays `[num_reqs]`.
+
+    Attributes:
+        query_start: Where each row's tokens start in the batch.
+        query_lens: Tokens of the row in this step.
+        seq_lens: Tokens of the request after this step.
+        prompt_lens: Prompt lengths; the sequence length for rows without a plan, so that all their
+            tokens count as prompt.
+        prompts: Prompt of each row, with its plan.
+    """
+
+    query_start: np.ndarray
+    query_lens: np.ndarray
+    seq_lens: np.ndarray
+    prompt_lens: np.ndarray
+    prompts: list[Prompt]
+
+    @property
+    def num_computed(self) -> np.ndarray:
+        """Tokens computed before this step."""
+        return self.seq_lens - self.query_lens
+
+    @property
+    def stock_lens(self) -> np.ndarray:
+        """Tokens of each row that vLLM's own kernel computes: those of the prompt."""
+        return (np.minimum(self.seq_lens, self.prompt_lens) - self.num_computed).clip(0)
+
+    @property
+    def completing(self) -> np.ndarray:
+        """Rows whose chunk reaches the end of a prompt that drops entries, bool."""
+        planned = np.array([prompt.plan is not None for prompt in self.prompts], dtype=bool)
+        return planned & (self.stock_lens > 0) & (self.seq_lens >= self.prompt_lens)
+
+
+def token_indices(starts: np.ndarray, lens: np.ndarray) -> Indices:
+    """Concatenates the ranges `start .. start + len`; a slice if they join without a gap."""
+    if len(starts) and np.array_equal(starts[1:], (starts + lens)[:-1]):
+        return slice(int(starts[0]), int(starts[-1] + lens[-1]))
+    shift = np.repeat(starts - np.concatenate(([0], lens.cumsum()[:-1])), lens)
+    return np.arange(lens.sum()) + shift
+
+
+def head_queries(starts: np.ndarray, lens: np.ndarray, num_kv_heads: int) -> Indices:
+    """Indices `token * num_kv_heads + head`, by row, then head, then token."""
+    if (lens == 1).all():
+        return token_indices(starts * num_kv_heads, np.full_like(starts, num_kv_heads))
+    parts = [
+        (start + np.arange(n)) * num_kv_heads + head
+        for start, n in zip(starts, lens, strict=True)
+        for head in range(num_kv_heads)
+    ]
+    return np.concatenate(parts)
+
+
+def start_loc(lens: np.ndarray) -> np.ndarray:
+    """Prefix sums of lengths from 0 on, int32, as kernels take them."""
+    return np.concatenate(([0], lens.cumsum())).astype(np.int32)
+
+
+def on_device(indices: Indices, device: torch.device) -> Tokens:
+    """Takes indices to where the tokens are, without waiting for it."""
+    return indices if isinstance(indices, slice) else async_tensor_h2d(indices, device)
