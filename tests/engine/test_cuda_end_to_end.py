@@ -19,8 +19,16 @@ from vllm_kvselect.methods import NO_TWINS, Twins
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 pytestmark = pytest.mark.engine
-PROMPT_LENS = (500, 300, 40, 351)
-SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 192, "max_num_seqs": 4}
+PROMPT_LENS = (140, 150, 40, 130)
+METHODS = (None, "layer-defensivekv", None, "h2o")
+EVICTION = {"method": "adakv-perturb", "budget": 96, "allow_override": ["method"]}
+# So few blocks that requests are preempted, and resume with chunks past their prompts' ends.
+NUM_BLOCKS = 17
+SETTINGS: dict[str, Any] = {
+    "max_num_batched_tokens": 100,
+    "max_num_seqs": 4,
+    "max_model_len": 320,
+}
 
 
 class FlashAttentionOnCPU(EvictionCPUWorker):
@@ -51,21 +59,16 @@ def on_flash_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.Monke
         yield patch
 
 
-@pytest.mark.parametrize("method", ["adakv-perturb", "layer-defensivekv"])
 def test_answers_are_those_of_the_cpu_backend(
-    method: str,
-    start_engine: EngineFactory,
-    make_prompts: Any,
-    on_flash_attention: pytest.MonkeyPatch,
+    start_engine: EngineFactory, make_prompts: Any, on_flash_attention: pytest.MonkeyPatch
 ) -> None:
-    eviction = {"method": method, "budget": 128}
     prompts = make_prompts(PROMPT_LENS)
-    # So few blocks that requests are preempted, and resume with chunks past their prompts' ends.
-    with start_engine(eviction, 30, **SETTINGS) as engine:
-        on_device = engine.generate(prompts, 40)
-        assert engine.worker.kv_eviction_stats()["num_evicted"] > 3
+    extra_args = [method and {"kv_eviction": method} for method in METHODS]
+    with start_engine(EVICTION, NUM_BLOCKS, **SETTINGS) as engine:
+        on_device = engine.generate(prompts, 100, extra_args)
+        assert engine.worker.kv_eviction_stats()["num_evicted"] > 3  # some of them twice
         assert type(engine.impls[0]).__name__ == "HeadwiseFlashAttentionImpl"
     on_flash_attention.undo()
-    with start_engine(eviction, 30, **SETTINGS) as engine:
+    with start_engine(EVICTION, NUM_BLOCKS, **SETTINGS) as engine:
         assert type(engine.impls[0]).__name__ == "HeadwiseCPUAttentionImpl"
-        assert engine.generate(prompts, 40) == on_device
+        assert engine.generate(prompts, 100, extra_args) == on_device

@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvselect.engine.checks import may_pool
+from vllm_kvselect.engine.cuda_backend import HeadwiseFlashAttentionMetadataBuilder
 from vllm_kvselect.engine.cuda_tables import buffer_bytes
 from vllm_kvselect.engine.hooks import hook_full_graphs
 from vllm_kvselect.engine.spec import HeadwiseSpec
@@ -55,6 +56,7 @@ class EvictionGPUWorker(EvictionWorker, Worker):
     def compile_or_warm_up_model(self) -> Any:
         """Launches every kernel once before graphs are captured, then as vLLM."""
         for builder in self._builders:
+            assert isinstance(builder, HeadwiseFlashAttentionMetadataBuilder)
             warm_up(builder, self._methods(), self._eviction)
         return super().compile_or_warm_up_model()
 
