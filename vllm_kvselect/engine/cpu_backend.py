@@ -51,10 +51,11 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.sliding_window != -1:  # drops nothing, stays vLLM's
+            return
         refuse_layer(
             ALiBi=self.alibi_slopes is not None,
             attention_sinks=self.sinks is not None,
-            a_sliding_window=self.sliding_window != -1,
             a_logits_soft_cap=self.logits_soft_cap != 0,
             a_KV_cache_shared_between_layers=self.kv_sharing_target_layer_name is not None,
         )
