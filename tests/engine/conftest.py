@@ -4,6 +4,7 @@ import argparse
 import gc
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,7 +133,8 @@ def _engine(
     config = json.loads((model / "config.json").read_text())
     entry_bytes = 2 * config["head_dim"] * (4 if settings["dtype"] == "float32" else 2)
     entries = config["num_hidden_layers"] * config["num_key_value_heads"] * BLOCK_SIZE
-    block_bytes = entries * entry_bytes
+    ranks = ("tensor_parallel_size", "pipeline_parallel_size")
+    block_bytes = entries * entry_bytes // math.prod(settings.get(name, 1) for name in ranks)
     llm = LLM(str(model), kv_cache_memory_bytes=num_blocks * block_bytes, **settings)
     try:
         yield Engine(llm)
@@ -141,6 +143,27 @@ def _engine(
         del llm
         cleanup_dist_env_and_memory()
         gc.collect()
+
+
+@contextmanager
+def preempting_all(num_answering: int) -> Iterator[list[int]]:
+    """Preempts all running requests once, when so many of them are in mid-answer.
+
+    Yields the numbers of tokens that they had generated.
+    """
+    num_generated: list[int] = []
+    schedule = Scheduler.schedule
+
+    def schedule_and_preempt(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        generated = [r.num_tokens - r.num_prompt_tokens for r in scheduler.running]
+        if not num_generated and sum(count > 0 for count in generated) >= num_answering:
+            num_generated.extend(generated)
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        return schedule(scheduler, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "schedule", schedule_and_preempt)
+        yield num_generated
 
 
 EngineFactory = Callable[..., Any]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.conftest import Engine
 from vllm_kvselect.engine.cpu_backend import HeadwiseCPUAttentionImpl
 
 
@@ -47,9 +46,12 @@ class Recorder:
 
 
 @contextmanager
-def recording(engine: Engine) -> Iterator[Recorder]:
-    """Records while open; prompts must have different lengths, which tell requests apart."""
-    recorder, runner = Recorder(), engine.worker.model_runner
+def recording(runner: Any) -> Iterator[Recorder]:
+    """Records a model runner of this process while open.
+
+    Prompts must have different lengths, which tell requests apart.
+    """
+    recorder = Recorder()
     forward, retain = HeadwiseCPUAttentionImpl.forward, HeadwiseCPUAttentionImpl._retain
     retain_pool = HeadwiseCPUAttentionImpl._retain_pool
 
@@ -66,7 +68,8 @@ def recording(engine: Engine) -> Iterator[Recorder]:
     ) -> Any:
         result = forward(self, layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         tensors = {"query": query, "key": key, "value": value, "output": output}
-        recorder.add(runner, self._layer_index, tensors)
+        if self.sliding_window == -1:
+            recorder.add(runner, self._layer_index, tensors)
         return result
 
     def retain_recorded(self: Any, query: Any, key: Any, value: Any, completion: Any) -> Any:

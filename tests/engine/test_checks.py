@@ -1,6 +1,7 @@
 """What eviction cannot honour is refused at start-up: the value, the reason, what to do."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from vllm_kvselect.engine.checks import (
     settings_problems,
 )
 from vllm_kvselect.engine.pool_scheduler import PoolAsyncScheduler, PoolScheduler
-from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.engine.spec import HeadwiseSpec, WindowSpec
 from vllm_kvselect.methods import METHODS
 from vllm_kvselect.tiny_model import tiny_model
 
@@ -37,6 +38,13 @@ SMALL = {
     "num_hidden_layers": 2,
     "vocab_size": 512,
     "max_position_embeddings": 4096,
+}
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "head_dim": 32,
 }
 MODELS = {
     "MLA": (
@@ -54,17 +62,15 @@ MODELS = {
     ),
     "sliding window": (
         {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64},
-        "has layers other than full attention",
+        "has no layers with full attention",
     ),
-    "some sliding layers": (
-        {
-            "architectures": ["Gemma3ForCausalLM"],
-            "model_type": "gemma3_text",
-            "sliding_window": 64,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "head_dim": 32,
-        },
-        "full_attention, sliding_attention",
+    "sliding layers": (
+        {**GEMMA, "layer_types": ["sliding_attention"] * 2},
+        "has no layers with full attention",
+    ),
+    "chunked attention": (
+        {**GEMMA, "layer_types": ["chunked_attention", "full_attention"]},
+        r"other than full attention and sliding windows \(chunked_attention, full_attention\)",
     ),
     "no attention": (
         {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 8},
@@ -146,6 +152,14 @@ def test_another_scheduler_and_a_pool_exclude_each_other() -> None:
     assert settings_problems(config, EvictionConfig(method="h2o")) == []
 
 
+def test_a_pool_cannot_span_the_stages_of_a_pipeline() -> None:
+    create({"method": "pyramidkv"}, tensor_parallel_size=3)
+    create({"allow_override": ["method"]}, pipeline_parallel_size=2)
+    message = r"'pyramidkv' shares pages between layers, which pipeline parallelism puts into"
+    with pytest.raises(ConfigError, match=message):
+        create({"method": "pyramidkv"}, pipeline_parallel_size=2)
+
+
 def test_drafters_other_than_ngram_are_refused() -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     vllm_config = create({}, speculative_config=ngram)
@@ -185,8 +199,7 @@ def test_settings_of_vllm_that_are_refused(settings: Any, message: str) -> None:
     [
         ("parallel_config", "decode_context_parallel_size", 2, "decode context parallelism"),
         ("parallel_config", "prefill_context_parallel_size", 2, "prefill context parallelism"),
-        ("parallel_config", "tensor_parallel_size", 2, "tensor parallelism"),
-        ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("parallel_config", "distributed_executor_backend", "ray", r"backend ray \(accepted: 'mp'"),
         ("parallel_config", "worker_cls", "my.Worker", "worker_cls = 'my.Worker'"),
     ],
 )
@@ -207,15 +220,41 @@ def test_another_scheduler_and_the_integrity_check_exclude_each_other() -> None:
         create({"check_integrity": True}, scheduler_cls=scheduler)
 
 
+def test_sliding_windows_beside_full_attention_and_what_they_exclude(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | GEMMA))
+    model: dict[str, Any] = {"model": str(tmp_path), "skip_tokenizer_init": True}
+    create({}, **model)
+    with pytest.raises(ConfigError, match=r"hybrid KV cache manager; leave --disable-hybrid"):
+        create({}, disable_hybrid_kv_cache_manager=True, **model)
+    with pytest.raises(ConfigError, match=r"check_integrity does not know sliding windows"):
+        create({"check_integrity": True}, **model)
+    with pytest.raises(ConfigError, match=r"sliding windows and pipeline parallelism together"):
+        create({}, pipeline_parallel_size=2, **model)
+
+
 def test_layers_of_different_shapes_are_refused() -> None:
-    shape: dict[str, Any] = {"block_size": 32, "head_size": 64, "dtype": torch.float32}
-    one, two = (HeadwiseSpec(num_kv_heads=n, eviction=EvictionConfig(), **shape) for n in (1, 2))
-    group = KVCacheGroupSpec(["a", "b"], one)
-    refuse_mixed_groups(KVCacheConfig(10, [], [group]))
+    settings: dict[str, Any] = {"eviction": EvictionConfig(), "head_size": 64}
+    settings |= {"dtype": torch.float32, "num_kv_heads": 1}
+    one = HeadwiseSpec(block_size=32, **settings)
+    two = HeadwiseSpec(block_size=32, **settings | {"num_kv_heads": 2})
+    window = WindowSpec(block_size=32, sliding_window=64, **settings)
     uniform = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": one, "b": two})
-    for groups in ([KVCacheGroupSpec(["a", "b"], uniform)], [group, group], []):
-        with pytest.raises(ConfigError, match="layers of one shape"):
-            refuse_mixed_groups(KVCacheConfig(10, [], groups))
+    for specs in ([one], [window, one, window]):
+        refuse_mixed_groups(kv_cache_config(*specs), 32)
+    for specs in ([uniform], [one, one], [window], [one, uniform], []):
+        with pytest.raises(ConfigError, match="full-attention layers of one shape in one KV cache"):
+            refuse_mixed_groups(kv_cache_config(*specs), 32)
+    for specs in (
+        [one],
+        [replace(one, block_size=64), window],
+        [one, replace(window, block_size=64)],
+    ):
+        with pytest.raises(ConfigError, match=r"Spec of \d\d tokens.*serve this model without"):
+            refuse_mixed_groups(kv_cache_config(*specs), 64 if len(specs) == 1 else 32)
+
+
+def kv_cache_config(*specs: Any) -> KVCacheConfig:
+    return KVCacheConfig(10, [], [KVCacheGroupSpec(["a", "b"], spec) for spec in specs])
 
 
 def test_every_problem_is_named_at_once() -> None:

@@ -54,7 +54,7 @@ def oracle_engine(start_engine: EngineFactory, eviction: dict[str, Any]) -> Iter
 
 def record(engine: Engine, make_prompts: Any, settings: dict[str, Any] | None = None) -> Recorder:
     """One run of three requests at once."""
-    with recording(engine) as recorder:
+    with recording(engine.worker.model_runner) as recorder:
         engine.generate(make_prompts(PROMPT_LENS), 20, [settings] * len(PROMPT_LENS))
     return recorder
 

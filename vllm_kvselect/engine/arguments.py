@@ -247,12 +247,25 @@ def describe(vllm_config: VllmConfig, eviction: EvictionConfig) -> str:
     )
 
 
-def block_bytes(vllm_config: VllmConfig) -> int:
-    """Bytes that a block takes in all layers of a rank."""
+def block_entries(vllm_config: VllmConfig) -> int:
+    """Entries in a block, of all layers with full attention and of all ranks together.
+
+    Where there are fewer KV heads than ranks, vLLM gives each of these a copy, and each counts.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    entries = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel)
+    num_layers = model.get_total_num_hidden_layers()
+    layer_types = getattr(model.hf_text_config, "layer_types", None)
+    if layer_types is not None:
+        num_layers = layer_types[:num_layers].count("full_attention")
+    num_heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
+    return vllm_config.cache_config.block_size * num_layers * num_heads
+
+
+def block_bytes(vllm_config: VllmConfig) -> int:
+    """Bytes that these entries take."""
+    model = vllm_config.model_config
     entry_bytes = 2 * model.get_head_size() * get_dtype_size(model.dtype)
-    return vllm_config.cache_config.block_size * entries * entry_bytes
+    return block_entries(vllm_config) * entry_bytes
 
 
 def _number(text: str) -> int | float:

@@ -6,11 +6,12 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.engine.spec import HeadwiseSpec, WindowSpec
 from vllm_kvselect.methods import METHODS
 from vllm_kvselect.retention import budget_entries
 
 _STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+_FULL_OR_SLIDING = ("full_attention", "sliding_attention")
 
 
 def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> None:
@@ -26,6 +27,7 @@ def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> Non
     problems = [
         *_platform_problems(vllm_config),
         *_model_problems(vllm_config),
+        *_window_problems(vllm_config, eviction),
         *_feature_problems(vllm_config),
         *_block_problems(vllm_config),
         *settings_problems(vllm_config, eviction),
@@ -55,23 +57,28 @@ def may_pool(eviction: EvictionConfig) -> bool:
     return eviction.enabled and METHODS[eviction.method].pooled
 
 
-def refuse_mixed_groups(kv_cache_config: KVCacheConfig) -> None:
-    """Checks that one block manager, and it is ours, plans for all layers.
+def refuse_mixed_groups(kv_cache_config: KVCacheConfig, block_size: int) -> None:
+    """Checks that one block manager, and it is ours, plans for all layers that drop entries.
 
     vLLM gives layers of different shapes a manager of its own: it would free nothing and hash
-    blocks that the workers overwrite.
+    blocks that the workers overwrite. Layers with a sliding window may have groups beside.
 
     Args:
         kv_cache_config: How vLLM grouped the layers.
+        block_size: Tokens per block with which the workers plan.
 
     Raises:
-        ConfigError: If there are several groups or the only one is not ours.
+        ConfigError: If full-attention layers are in several groups, or a group is not ours.
     """
-    specs = [type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-    if specs != [HeadwiseSpec]:
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    full = [spec for spec in specs if isinstance(spec, HeadwiseSpec)]
+    are_known = all(isinstance(spec, HeadwiseSpec | WindowSpec) for spec in specs)
+    if len(full) != 1 or not are_known or any(spec.block_size != block_size for spec in specs):
+        made = ", ".join(f"{type(spec).__name__} of {spec.block_size} tokens" for spec in specs)
         raise ConfigError(
-            "kv_eviction needs layers of one shape in one KV cache group, but vLLM made "
-            f"{', '.join(spec.__name__ for spec in specs)}; serve this model without --kv-eviction"
+            f"kv_eviction needs full-attention layers of one shape in one KV cache group with "
+            f"blocks of {block_size} tokens, but vLLM made {made}; serve this model without "
+            "--kv-eviction"
         )
 
 
@@ -84,18 +91,26 @@ def _platform_problems(vllm_config: VllmConfig) -> list[str]:
     return []
 
 
+def _layer_types(vllm_config: VllmConfig) -> set[str]:
+    """Kinds of attention in the model, by Hugging Face's names."""
+    if vllm_config.cache_config.sliding_window is not None:  # set only where every layer slides
+        return {"sliding_attention"}
+    layer_types = getattr(vllm_config.model_config.hf_text_config, "layer_types", None)
+    return set(layer_types or ["full_attention"])
+
+
 def _model_problems(vllm_config: VllmConfig) -> list[str]:
-    model = vllm_config.model_config
-    layer_types = set(getattr(model.hf_text_config, "layer_types", None) or ["full_attention"])
+    model, layer_types = vllm_config.model_config, _layer_types(vllm_config)
     reasons = {
         "uses MLA, whose cache has no entries per KV head": model.use_mla,
         "has no attention layers": model.is_attention_free,
         "mixes attention with state-space or linear-attention layers": model.is_hybrid,
         "is an encoder-decoder": model.is_encoder_decoder,
         "does not generate text (pooling)": model.runner_type != "generate",
-        f"has layers other than full attention ({', '.join(sorted(layer_types))})": layer_types
-        != {"full_attention"}
-        or vllm_config.cache_config.sliding_window is not None
+        "has no layers with full attention, the only ones that drop entries": "full_attention"
+        not in layer_types,
+        f"has layers other than full attention and sliding windows "
+        f"({', '.join(sorted(layer_types))})": not layer_types <= {*_FULL_OR_SLIDING}
         or model.attention_chunk_size is not None
         or model.rswa_window is not None,
         "attends to parts of its prompt in both directions": model.is_mm_prefix_lm,
@@ -110,15 +125,15 @@ def _model_problems(vllm_config: VllmConfig) -> list[str]:
 def _feature_problems(vllm_config: VllmConfig) -> list[str]:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
-    drafter = speculative and speculative.method
+    drafter, executor = speculative and speculative.method, parallel.distributed_executor_backend
     features = {
         # Other drafters bring layers of their own, or have not been run.
         f"speculative decoding by {drafter!r} (accepted: 'ngram')": drafter not in (None, "ngram"),
         "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
-        "tensor parallelism": parallel.tensor_parallel_size > 1,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        f"--distributed-executor-backend {executor} (accepted: 'mp')": executor
+        not in (None, "uni", "mp"),
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype
         not in _plain_dtypes(vllm_config),
         # Requests would not be checked, nor refusals counted: the plugin's front end is Python.
@@ -126,6 +141,23 @@ def _feature_problems(vllm_config: VllmConfig) -> list[str]:
         "KV sharing between layers (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
     }
     return [f"{name} is not supported; switch it off" for name, on in features.items() if on]
+
+
+def _window_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    """What stands against sliding windows beside full attention."""
+    if "sliding_attention" not in _layer_types(vllm_config):
+        return []
+    problems = []
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        problems.append(
+            "sliding windows beside full attention need vLLM's hybrid KV cache manager; leave "
+            "--disable-hybrid-kv-cache-manager out"
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        problems.append("sliding windows and pipeline parallelism together are not supported")
+    if eviction.check_integrity:
+        problems.append("check_integrity does not know sliding windows; leave it out")
+    return problems
 
 
 def _scheduler_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
@@ -139,14 +171,22 @@ def _scheduler_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> li
 
 
 def _pool_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
-    scheduler = vllm_config.scheduler_config.scheduler_cls
-    is_ours = scheduler is None or str(scheduler).startswith("vllm_kvselect.")
-    if is_ours or not eviction.enabled or not METHODS[eviction.method].pooled:
+    if not eviction.enabled or not METHODS[eviction.method].pooled:
         return []
-    return [
-        f"method = {eviction.method!r} shares pages between layers, which needs a scheduler of "
-        f"vllm-kvselect; leave scheduler_cls = {scheduler!r} out, or take another method"
-    ]
+    reason = f"method = {eviction.method!r} shares pages between layers, which"
+    problems = []
+    scheduler = vllm_config.scheduler_config.scheduler_cls
+    if scheduler is not None and not str(scheduler).startswith("vllm_kvselect."):
+        problems.append(
+            f"{reason} needs a scheduler of vllm-kvselect; leave scheduler_cls = {scheduler!r} "
+            "out, or take another method"
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        problems.append(
+            f"{reason} pipeline parallelism puts into different processes; take another method, "
+            "or tensor parallelism"
+        )
+    return problems
 
 
 def _plain_dtypes(vllm_config: VllmConfig) -> tuple[str, str]:

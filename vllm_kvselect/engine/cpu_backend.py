@@ -140,10 +140,11 @@ class HeadwiseCPUAttentionImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.sliding_window != -1:  # drops nothing, stays vLLM's
+            return
         unsupported = {
             "ALiBi": self.alibi_slopes is not None,
             "attention sinks": self.sinks is not None,
-            "a sliding window": self.sliding_window != -1,
             "a logits soft cap": self.logits_soft_cap != 0,
             "a KV cache shared between layers": self.kv_sharing_target_layer_name is not None,
         }

@@ -12,6 +12,7 @@ from typing import Any
 
 import vllm
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator, UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -28,9 +29,13 @@ KNOWN_SOURCES = {
         "0.32.0": "77f434d88d573bfe",
         "0.33.0": "ae0e67c0720ab760",
     },
-    "KVCacheManager.truncate_computed_blocks": {
-        "0.32.0": "fbf506da812a2db7",
-        "0.33.0": "fbf506da812a2db7",
+    "UnitaryKVCacheCoordinator.find_longest_cache_hit": {
+        "0.32.0": "3b3bfd695ba86156",
+        "0.33.0": "f431d3ea69db04aa",
+    },
+    "HybridKVCacheCoordinator.find_longest_cache_hit": {
+        "0.32.0": "0d109ac725cf33e2",
+        "0.33.0": "0d109ac725cf33e2",
     },
 }
 """SHA-256, first 16 digits, of the vLLM functions that the hooks rely on, by release."""
@@ -56,7 +61,8 @@ def unknown_sources() -> list[str]:
         StatLoggerManager.__init__,
         EngineArgs.from_cli_args,
         KVCacheManager.get_computed_blocks,
-        KVCacheManager.truncate_computed_blocks,
+        UnitaryKVCacheCoordinator.find_longest_cache_hit,
+        HybridKVCacheCoordinator.find_longest_cache_hit,
     ]
     return [
         function.__qualname__
@@ -138,12 +144,14 @@ def hook_cache_hits() -> None:
         self: KVCacheManager, request: Any, *args: Any, **kwargs: Any
     ) -> Any:
         blocks, num_tokens, boundary = get_computed_blocks(self, request, *args, **kwargs)
-        for manager in self.coordinator.single_type_managers:
-            admit = getattr(manager, "admit", None)
-            if admit is None:
-                continue
-            if num_tokens > (cap := admit(request)):
-                blocks, num_tokens = self.truncate_computed_blocks(blocks, cap), cap
+        managers = self.coordinator.single_type_managers
+        caps = [manager.admit(request) for manager in managers if hasattr(manager, "admit")]
+        if num_tokens > (cap := min(caps, default=num_tokens)):
+            # Looked up again, not cut: a sliding window needs other blocks at another end.
+            found, num_tokens, _ = self.coordinator.find_longest_cache_hit(
+                request.block_hashes, cap
+            )
+            blocks = self.create_kv_cache_blocks(found)
         return blocks, num_tokens, boundary
 
     KVCacheManager.get_computed_blocks = get_computed_blocks_hook

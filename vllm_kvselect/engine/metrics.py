@@ -17,7 +17,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_kvselect.config import CONFIG_KEY
-from vllm_kvselect.engine.arguments import block_bytes, server_config
+from vllm_kvselect.engine.arguments import block_bytes, block_entries, server_config
 from vllm_kvselect.request import REFUSAL_REASONS, RefusalReason
 
 _FRACTIONS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -64,10 +64,9 @@ class EvictionStatLogger(AggregateStatLoggerBase):
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
-        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        model = vllm_config.model_config
         self._block_size = vllm_config.cache_config.block_size
-        heads, layers = model.get_num_kv_heads(parallel), model.get_num_layers(parallel)
-        self._entries_per_block = self._block_size * heads * layers
+        self._entries_per_block = block_entries(vllm_config)
         self._bytes_per_block = block_bytes(vllm_config)
         labels = {index: [model.served_model_name, str(index)] for index in engine_indexes}
 

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from vllm_kvselect.engine.block_manager import HeadwiseManager
+from vllm_kvselect.engine.block_manager import headwise_manager
 
 
 class PoolScheduler(Scheduler):
@@ -26,9 +26,8 @@ class PoolScheduler(Scheduler):
         num_left = request.num_prompt_tokens - num_computed_tokens
         if not 0 < num_left < num_new_tokens:
             return num_new_tokens
-        (manager,) = self.kv_cache_manager.coordinator.single_type_managers
-        assert isinstance(manager, HeadwiseManager)
-        return num_left if manager.is_pooled(request) else num_new_tokens
+        is_pooled = headwise_manager(self.kv_cache_manager).is_pooled(request)
+        return num_left if is_pooled else num_new_tokens
 
 
 class PoolAsyncScheduler(PoolScheduler, AsyncScheduler):

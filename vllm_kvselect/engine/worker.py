@@ -15,17 +15,17 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, replace_as
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvselect.config import CONFIG_KEY, EvictionConfig
 from vllm_kvselect.engine.checks import refuse_mixed_groups
-from vllm_kvselect.engine.cpu_backend import HeadwiseCPUAttentionImpl, HeadwiseCPUMetadataBuilder
+from vllm_kvselect.engine.cpu_backend import HeadwiseCPUAttentionImpl
 from vllm_kvselect.engine.metrics import StepReport
 from vllm_kvselect.engine.output_projection import find_output_projections, materialise
 from vllm_kvselect.engine.prompts import LivePrompts, Prompt
-from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.engine.spec import HeadwiseSpec, with_eviction
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.kernels import cpu
 from vllm_kvselect.methods import METHODS, NO_TWINS, Twins
@@ -62,24 +62,20 @@ class EvictionCPUWorker(CPUWorker):
         return [self._eviction.method]
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """vLLM's specs, the full-attention ones with the eviction configuration."""
-        return {
-            name: replace_as(spec, HeadwiseSpec, eviction=self._eviction)
-            if type(spec) is FullAttentionSpec
-            else spec
-            for name, spec in super().get_kv_cache_spec().items()
-        }
+        """vLLM's specs, with the eviction configuration."""
+        specs = super().get_kv_cache_spec()
+        return {name: with_eviction(spec, self._eviction) for name, spec in specs.items()}
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates the KV cache, then connects builders and layers to the state beside it."""
-        refuse_mixed_groups(kv_cache_config)
+        refuse_mixed_groups(kv_cache_config, self.vllm_config.cache_config.block_size)
         super().initialize_from_config(kv_cache_config)
         self._states = [
             builder.start(kv_cache_config.num_blocks, self._prompts_of, self._twins)
             for groups in self.model_runner.attn_groups
             for group in groups
             for builder in group.metadata_builders
-            if isinstance(builder, HeadwiseCPUMetadataBuilder)
+            if isinstance(builder.kv_cache_spec, HeadwiseSpec)
         ]
 
     def kv_eviction_stats(self) -> dict[str, float]:

@@ -1,0 +1,208 @@
+"""A decoder in float64 that drops entries the published way: one pass over a prompt and its answer.
+
+Written from the architectures' definitions (Llama, and Gemma 3 with its sliding layers); shares no
+code with the package, vLLM or transformers. Selection is that of `float64.py`, by rank: every rank
+chooses among its own heads, and with a pool among its own heads of all layers.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from tests.engine.float64 import Expected, Layer, expect, tail_begin
+from tests.method_cases import MethodCase
+from vllm_kvselect.methods import METHODS
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`(layer, query, key, value)`, `[num_tokens, heads, head_size]` each -> output like the query."""
+
+Owner = tuple[int, int]
+"""A layer and one of its KV heads, counted through all ranks."""
+
+
+class Model:
+    """A checkpoint of one file, Llama's or Gemma 3's.
+
+    Args:
+        folder: Where `config.json` and `model.safetensors` are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.config = json.loads((folder / "config.json").read_text())
+        weights = load_file(folder / "model.safetensors")
+        self._weights = {name.removeprefix("model."): w.double() for name, w in weights.items()}
+        self.num_layers = self.config["num_hidden_layers"]
+        self.num_kv_heads = self.config["num_key_value_heads"]
+        self.is_gemma = self.config["model_type"].startswith("gemma3")
+
+    def projection(self, layer: int) -> torch.Tensor:
+        """W_O of a layer, `[hidden_size, num_heads * head_size]`."""
+        return self._weights[f"layers.{layer}.self_attn.o_proj.weight"]
+
+    @cached_property
+    def windows(self) -> list[int | None]:
+        """Width of each layer's sliding window; None for full attention."""
+        types = self.config.get("layer_types") or ["full_attention"] * self.num_layers
+        width = self.config.get("sliding_window")
+        return [width if kind == "sliding_attention" else None for kind in types]
+
+    def logits(self, tokens: Sequence[int], attend: Attend) -> torch.Tensor:
+        """`[num_tokens, vocab_size]`."""
+        embedding = self._weights["embed_tokens.weight"]
+        hidden = embedding[list(tokens)]
+        if self.is_gemma:
+            hidden = hidden * self.config["hidden_size"] ** 0.5
+        for layer in range(self.num_layers):
+            hidden = self._block(layer, hidden, attend)
+        head = self._weights.get("lm_head.weight", embedding)
+        return self._norm("norm", hidden) @ head.T
+
+    def _block(self, layer: int, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
+        name, mix = f"layers.{layer}", self._attention(layer, attend)
+        if not self.is_gemma:
+            hidden = hidden + mix(self._norm(f"{name}.input_layernorm", hidden))
+            return hidden + self._mlp(name, self._norm(f"{name}.post_attention_layernorm", hidden))
+        mixed = mix(self._norm(f"{name}.input_layernorm", hidden))
+        hidden = hidden + self._norm(f"{name}.post_attention_layernorm", mixed)
+        fed = self._mlp(name, self._norm(f"{name}.pre_feedforward_layernorm", hidden))
+        return hidden + self._norm(f"{name}.post_feedforward_layernorm", fed)
+
+    def _norm(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self._weights[f"{name}.weight"] + (1 if self.is_gemma else 0)
+        mean_square = hidden.square().mean(-1, keepdim=True)
+        return hidden / (mean_square + self.config["rms_norm_eps"]).sqrt() * weight
+
+    def _mlp(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (
+            self._weights[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down")
+        )
+        gated = hidden @ gate.T
+        active = F.gelu(gated, approximate="tanh") if self.is_gemma else F.silu(gated)
+        return (active * (hidden @ up.T)) @ down.T
+
+    def _attention(self, layer: int, attend: Attend) -> Callable[[torch.Tensor], torch.Tensor]:
+        def mix(hidden: torch.Tensor) -> torch.Tensor:
+            name, size = f"layers.{layer}.self_attn", self.config["head_dim"]
+            query, key, value = (
+                (hidden @ self._weights[f"{name}.{part}_proj.weight"].T).unflatten(-1, (-1, size))
+                for part in "qkv"
+            )
+            if self.is_gemma:
+                query, key = self._norm(f"{name}.q_norm", query), self._norm(f"{name}.k_norm", key)
+            theta = self._theta(layer)
+            mixed = attend(layer, rotated(query, theta), rotated(key, theta), value)
+            return mixed.flatten(-2) @ self.projection(layer).T
+
+        return mix
+
+    def _theta(self, layer: int) -> float:
+        """Base of the rotary embedding."""
+        parameters = self.config["rope_parameters"]
+        if self.is_gemma:
+            parameters = parameters[self.config["layer_types"][layer]]
+        return float(parameters["rope_theta"])
+
+
+def rotated(vectors: torch.Tensor, theta: float) -> torch.Tensor:
+    """RoPE: channel `i` turns with channel `i + head_size / 2`."""
+    half = vectors.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(len(vectors), dtype=torch.float64)[:, None, None] * frequencies
+    first, second = vectors[..., :half], vectors[..., half:]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_seen: torch.Tensor
+) -> torch.Tensor:
+    """Attention of `[num_tokens, heads, head_size]` with a mask `[num_kv_heads, n, n]`."""
+    group = query.shape[1] // key.shape[1]
+    key, value, is_seen = (
+        tensor.repeat_interleave(group, dim) for tensor, dim in ((key, 1), (value, 1), (is_seen, 0))
+    )
+    logits = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+    weights = logits.masked_fill(~is_seen, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def causal(num_tokens: int, window: int | None) -> torch.Tensor:
+    """Who sees whom without eviction, `[num_tokens, num_tokens]`."""
+    is_seen = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+    return is_seen if window is None else is_seen.triu(1 - window)
+
+
+class Answer:
+    """What the method retains of a prompt, and how it goes on.
+
+    Args:
+        model: The model.
+        prompt: The prompt's tokens.
+        case: Method and parameters.
+        num_ranks: Ranks of tensor parallelism.
+    """
+
+    def __init__(
+        self, model: Model, prompt: Sequence[int], case: MethodCase, num_ranks: int = 1
+    ) -> None:
+        self._model, self._prompt = model, list(prompt)
+        self.expected = self._expected(case, num_ranks)
+
+    def logits(self, answer: Sequence[int]) -> torch.Tensor:
+        """Logits of every token of the answer, `[len(answer), vocab_size]`."""
+        tokens, prompt_len = [*self._prompt, *answer[:-1]], len(self._prompt)
+        retained = {owner: retained_tokens(heads) for owner, heads in self.expected.items()}
+
+        def attend(layer: int, query: Any, key: Any, value: Any) -> torch.Tensor:
+            is_seen = causal(len(tokens), self._model.windows[layer]).repeat(key.shape[1], 1, 1)
+            for head in range(key.shape[1]):
+                if (layer, head) in retained:
+                    is_dropped = torch.ones(tail_begin(prompt_len), dtype=torch.bool)
+                    is_dropped[retained[layer, head]] = False
+                    is_seen[head, prompt_len:, : len(is_dropped)] &= ~is_dropped
+            return attention(query, key, value, is_seen)
+
+        return self._model.logits(tokens, attend)[prompt_len - 1 :]
+
+    def _expected(self, case: MethodCase, num_ranks: int) -> Mapping[Owner, Expected]:
+        """What every KV head of every full-attention layer should retain."""
+        seen: dict[int, tuple[torch.Tensor, ...]] = {}
+
+        def attend(layer: int, *tensors: torch.Tensor) -> torch.Tensor:
+            seen[layer] = tensors
+            is_seen = causal(len(self._prompt), self._model.windows[layer])
+            return attention(*tensors, is_seen.repeat(self._model.num_kv_heads, 1, 1))
+
+        self._model.logits(self._prompt, attend)
+        full = [layer for layer in seen if self._model.windows[layer] is None]
+        expected = {}
+        for rank in range(num_ranks):
+            layers = []
+            for layer in full:
+                parts = [tensor.chunk(num_ranks, dim=1)[rank] for tensor in seen[layer]]
+                columns = self._model.projection(layer).chunk(num_ranks, dim=1)[rank]
+                layers.append(Layer(*parts, columns))
+            if METHODS[case.method].pooled:
+                heads = expect(case, layers)
+            else:
+                heads = [
+                    head
+                    for index, layer in enumerate(layers)
+                    for head in expect(case, [layer], index)
+                ]
+            num_heads = self._model.num_kv_heads // num_ranks
+            for index, head in enumerate(heads):
+                owner = full[index // num_heads], rank * num_heads + index % num_heads
+                expected[owner] = head
+        return expected
+
+
+def retained_tokens(head: Expected) -> torch.Tensor:
+    """The best entries, the earlier one first on ties."""
+    return torch.sort(head.keys, descending=True, stable=True).indices[: head.count]

@@ -1,0 +1,54 @@
+"""Tiny checkpoints with random weights, in float32: shapes that the small model does not have.
+
+Weights are large enough for attention to have favourites, so that it matters what is dropped.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+VOCAB_SIZE = 512
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def random_llama(folder: Path) -> Path:
+    """Four layers of four KV heads, which divide by two."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **SHAPE)).save_pretrained(folder)
+    return folder
+
+
+def random_gemma3(folder: Path) -> Path:
+    """Two layers with full attention, each after two with a sliding window of 64 tokens."""
+    torch.manual_seed(0)
+    layer_types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    window = {"layer_types": layer_types, "sliding_window": 64, "query_pre_attn_scalar": 32}
+    model = Gemma3ForCausalLM(Gemma3TextConfig(num_hidden_layers=6, **window, **SHAPE))
+    with torch.no_grad():
+        # Gemma scales embeddings up and has them predict tokens too: smaller, or it would repeat.
+        model.model.embed_tokens.weight.mul_(0.2)
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.normal_(1.0 if "q_norm" in name or "k_norm" in name else 0.0, 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def random_prompts(lengths: list[int]) -> list[list[int]]:
+    """Prompts of random tokens, one of each length."""
+    torch.manual_seed(1)
+    return [torch.randint(VOCAB_SIZE, (length,)).tolist() for length in lengths]

@@ -1,0 +1,193 @@
+"""Several ranks: each scores, allocates and packs what it holds, in the same blocks as the others.
+
+The workers are processes of their own, so what they retain is recorded there. Tokens and retained
+entries are compared with those of a float64 model that chooses by rank.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.conftest import BLOCK_SIZE, Answer, _engine, preempting_all
+from tests.engine.float64 import BUDGET, num_packed, tail_begin
+from tests.engine.float64_model import Answer as ExpectedAnswer
+from tests.engine.float64_model import Model
+from tests.engine.random_models import random_llama, random_prompts
+from tests.engine.recorder import recording
+from tests.method_cases import MethodCase
+from vllm_kvselect.methods import METHODS
+
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("ranks")]
+NUM_LAYERS, NUM_KV_HEADS = 4, 4  # two of each on a rank
+# A stage counts its layers from 0, so `random` draws there what it draws in the first stage.
+OF_STAGES = [name for name in METHODS if not METHODS[name].pooled and name != "random"]
+CASES = {"tensor": [*METHODS], "pipeline": OF_STAGES}
+BOTH = pytest.mark.parametrize("kind", CASES)
+
+
+def start_recording(worker: Any) -> None:
+    """Runs in every worker."""
+    worker.recording = recording(worker.model_runner)
+    worker.recorder = worker.recording.__enter__()
+
+
+@dataclass
+class Rank:
+    """A worker's record.
+
+    Attributes:
+        retained: `(KV head, token)` of the packed entries by prompt length and layer.
+        stats: The worker's counts.
+        projections: W_O of its layers, `[num_kv_heads, head_size, group, hidden_size]`.
+    """
+
+    retained: dict[tuple[int, int], set[tuple[int, int]]]
+    stats: dict[str, float]
+    projections: list[torch.Tensor]
+
+
+def recorded(worker: Any) -> Rank:
+    """Runs in every worker."""
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    projections = [layer.impl.output_projection.weight for layer in layers]
+    return Rank(worker.recorder.retained, worker.worker.kv_eviction_stats(), projections)
+
+
+@dataclass
+class Served:
+    """What two ranks answered.
+
+    Attributes:
+        prompts: One of each method.
+        answers: Their answers.
+        ranks: The workers' records.
+        preempted: Tokens that each request had generated when it was preempted.
+        metrics: Counters of eviction by name.
+    """
+
+    prompts: list[list[int]]
+    answers: list[Answer]
+    ranks: list[Rank]
+    preempted: list[int]
+    metrics: dict[str, float]
+
+
+def serve(model: Path, methods: list[str], **settings: Any) -> Served:
+    """Serves a prompt with each method at once, in chunks; all are preempted on the way."""
+    prompts = random_prompts([250 + 7 * index for index in range(len(methods))])
+    eviction = {"budget": BUDGET, "allow_override": ["method"]}
+    settings = {
+        "skip_tokenizer_init": True,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 384,
+        "disable_log_stats": False,
+        **settings,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        with _engine(eviction, 220, model=model, **settings) as engine:
+            engine.llm.collective_rpc(start_recording)
+            with preempting_all(5) as preempted:
+                answers = engine.generate(prompts, 12, [{"kv_eviction": name} for name in methods])
+            metrics = {
+                metric.name.removeprefix("vllm:kv_eviction_"): metric.value
+                for metric in engine.llm.get_metrics()
+                if metric.name.startswith("vllm:kv_eviction_") and hasattr(metric, "value")
+            }
+            ranks = engine.llm.collective_rpc(recorded)
+    return Served(prompts, answers, ranks, preempted, metrics)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def served(llama: Path) -> dict[str, Served]:
+    # vLLM 0.32 on CPU runs a pipeline only if the model was warmed up, so not with enforce_eager.
+    warmed_up = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+    return {
+        "tensor": serve(llama, CASES["tensor"], tensor_parallel_size=2),
+        "pipeline": serve(llama, CASES["pipeline"], pipeline_parallel_size=2, **warmed_up),
+    }
+
+
+def holder(kind: str, layer: int, head: int) -> tuple[int, int, int]:
+    """Which rank has a KV head of a layer, and its own numbers for them."""
+    if kind == "tensor":
+        return head // 2, layer, head % 2
+    return layer // 2, layer % 2, head
+
+
+@pytest.mark.parametrize(("kind", "method"), [(kind, m) for kind in CASES for m in CASES[kind]])
+def test_ranks_answer_and_retain_as_the_oracle(
+    kind: str, method: str, served: dict[str, Served], llama: Path
+) -> None:
+    index = CASES[kind].index(method)
+    prompt, answer = served[kind].prompts[index], served[kind].answers[index]
+    num_ranks = 2 if kind == "tensor" else 1
+    oracle = ExpectedAnswer(Model(llama), prompt, MethodCase(method), num_ranks)
+    logits = oracle.logits(answer.token_ids)
+    assert logits.argmax(-1).tolist() == answer.token_ids
+    logprobs = logits.log_softmax(-1).amax(-1).tolist()
+    assert answer.logprobs == pytest.approx(logprobs, abs=1e-3)
+    for (layer, head), expected in oracle.expected.items():
+        rank, own_layer, own_head = holder(kind, layer, head)
+        retained = served[kind].ranks[rank].retained[len(prompt), own_layer]
+        tokens = {token for owner, token in retained if owner == own_head}
+        assert len(tokens) == expected.count
+        expected.check(tokens)
+
+
+@BOTH
+def test_every_rank_fills_the_same_number_of_pages(kind: str, served: dict[str, Served]) -> None:
+    for rank in served[kind].ranks:
+        for prompt in served[kind].prompts:
+            of_prompt = [
+                len(e) for (length, _), e in rank.retained.items() if length == len(prompt)
+            ]
+            num_entries = num_packed(len(prompt)) * BLOCK_SIZE
+            assert sum(of_prompt) == num_entries * NUM_LAYERS * NUM_KV_HEADS // 2
+
+
+@BOTH
+def test_requests_were_preempted_and_packed_again(kind: str, served: dict[str, Served]) -> None:
+    in_mid_answer = [count for count in served[kind].preempted if count > 0]
+    assert len(in_mid_answer) >= 5
+    # A stage may have packed a prompt whose first token was still on its way.
+    num_packed_again = {rank.stats["num_evicted"] - len(CASES[kind]) for rank in served[kind].ranks}
+    assert len(num_packed_again) == 1
+    assert len(in_mid_answer) <= num_packed_again.pop() <= len(CASES[kind])
+
+
+@BOTH
+def test_metrics_count_a_request_once_and_the_entries_of_all_ranks(
+    kind: str, served: dict[str, Served]
+) -> None:
+    prompts, metrics = served[kind].prompts, served[kind].metrics
+    blocks = [tail_begin(len(p)) // BLOCK_SIZE - num_packed(len(p)) for p in prompts]
+    assert metrics["requests"] == len(prompts)
+    assert metrics["blocks_freed"] == sum(blocks)
+    entries = sum(blocks) * BLOCK_SIZE * NUM_LAYERS * NUM_KV_HEADS
+    assert metrics["entries_dropped"] == entries
+    assert metrics["bytes_freed"] == entries * 2 * 32 * torch.float32.itemsize
+
+
+@BOTH
+def test_every_rank_binds_its_own_part_of_the_output_projections(
+    kind: str, served: dict[str, Served], llama: Path
+) -> None:
+    model = Model(llama)
+    for layer in range(NUM_LAYERS):
+        # [hidden_size, heads * head_size] -> [num_kv_heads, head_size, group, hidden_size]
+        by_head = model.projection(layer).float().T.view(NUM_KV_HEADS, 2, 32, 256).transpose(1, 2)
+        for head in range(NUM_KV_HEADS):
+            rank, own_layer, own_head = holder(kind, layer, head)
+            assert torch.equal(
+                served[kind].ranks[rank].projections[own_layer][own_head], by_head[head]
+            )
