@@ -86,15 +86,19 @@ def own_parts(path: Path, module: str) -> set[str]:
     return names & {part_of(other) for other in modules() if other}
 
 
-def run_fresh(code: str) -> set[str]:
-    """Runs code in a fresh interpreter and returns the modules that are loaded afterwards."""
-    code = f"{code}\nimport sys\nprint(*sys.modules, sep='\\n')"
+def run_fresh(code: str) -> str:
+    """Runs code in a fresh interpreter and returns what it prints."""
     command = [sys.executable, "-c", code]
     result = subprocess.run(
         command, cwd=PACKAGE.parent, capture_output=True, text=True, check=False, timeout=120
     )
     assert result.returncode == 0, result.stderr
-    return set(result.stdout.split())
+    return result.stdout
+
+
+def loaded_by(module: str) -> set[str]:
+    """Modules that are loaded once one of ours is imported into a fresh interpreter."""
+    return set(run_fresh(f"import {module}, sys\nprint(*sys.modules)").split())
 
 
 def loaded_parts(loaded: set[str]) -> set[str]:
@@ -105,39 +109,48 @@ def loaded_parts(loaded: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
 def test_config_request_and_retention_load_neither_torch_nor_vllm(module: str) -> None:
-    loaded = run_fresh(f"import {NAME}.{module}")
+    loaded = loaded_by(f"{NAME}.{module}")
     assert f"{NAME}.{module}" in loaded
     assert not {"torch", "vllm", "numpy"} & loaded
     assert loaded_parts(loaded) <= set(WITHOUT_TORCH)
 
 
-@pytest.mark.parametrize("module", WITH_TORCH)
-def test_pure_modules_load_torch_but_never_vllm(module: str) -> None:
-    # vLLM is barred, so that an import under `try` shows even where vLLM is not installed.
-    barred = (
-        "import sys\n"
-        "class Bar:\n"
-        "    def find_spec(self, name, *_):\n"
-        "        if name.split('.')[0] == 'vllm': sys.exit('imports vllm')\n"
-        "sys.meta_path.insert(0, Bar())\n"
-    )
-    loaded = run_fresh(f"{barred}import {NAME}.{module}")
-    assert "torch" in loaded
-    assert "vllm" not in loaded
+def test_pure_modules_never_load_vllm_nor_what_comes_after_them() -> None:
+    # Torch takes seconds to load: once, before a process is forked for each module. vLLM is barred,
+    # so that an import under `try` shows even where vLLM is not installed.
+    loaded = run_fresh(f"""
+import importlib, os, sys, torch
+class Bar:
+    def find_spec(self, name, *_):
+        if name.split('.')[0] == 'vllm': sys.exit(f'{{module}} imports vllm')
+sys.meta_path.insert(0, Bar())
+for module in {WITH_TORCH}:
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        if status: sys.exit(1)
+    else:
+        importlib.import_module(f'{NAME}.{{module}}')
+        print(module, *sys.modules, flush=True)
+        sys.exit()
+""")
+    lines = [line.split() for line in loaded.splitlines()]
+    assert tuple(module for module, *_ in lines) == WITH_TORCH
     order = [part for group in LEFT_TO_RIGHT for part in group]
-    allowed = order[: order.index(part_of(module)) + 1]
-    assert loaded_parts(loaded) <= set(allowed)
+    for module, *names in lines:
+        assert "vllm" not in names
+        assert f"{NAME}.{module}" in names
+        assert loaded_parts(set(names)) <= set(order[: order.index(part_of(module)) + 1]), module
 
 
 @pytest.mark.parametrize("module", ["", "cli"])
 def test_the_package_and_its_command_line_start_without_torch(module: str) -> None:
-    loaded = run_fresh(f"import {'.'.join(filter(None, (NAME, module)))}")
+    loaded = loaded_by(".".join(filter(None, (NAME, module))))
     assert not {"torch", "vllm", "transformers", "matplotlib"} & loaded
 
 
 @pytest.mark.parametrize("module", ["methods", "kernels.cpu"])
 def test_triton_is_loaded_by_its_kernels_alone(module: str) -> None:
-    assert "triton" not in run_fresh(f"import {NAME}.{module}")
+    assert "triton" not in loaded_by(f"{NAME}.{module}")
 
 
 @pytest.mark.parametrize("module", modules())

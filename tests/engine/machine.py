@@ -1,19 +1,31 @@
-"""A state machine: whatever clients do, in any order, to servers of any settings.
+"""A state machine: whatever clients do and ask for, in any order, of servers of any settings.
 
 Examples are small on purpose: blocks of 4 or 8 tokens, prompts next to every border, and pools that
 barely hold the longest request, so that requests are preempted all the time.
 """
 
 from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.engine.simulated_server import MAX_MODEL_LEN, Server, Settings
-from vllm_kvselect.config import EvictionConfig
+from tests.engine.simulated_server import MAX_MODEL_LEN, Server, Settings, own_eviction
+from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
+from vllm_kvselect.request import RequestError, request_config
 
 MAX_UNFINISHED = 10
+SOME_OVERRIDES = ((), ("method",), ("budget",))
+# Budgets hold the longest window and the largest block. Blocks, queries and pages tell apart pools,
+# methods that need the whole prompt, and the others.
+METHODS_OF_REQUESTS = ("none", "streaming-llm", "adakv-perturb", "layer-thetakv", "h2o")
+SETTINGS_OF_REQUESTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "kv_eviction": st.sampled_from(METHODS_OF_REQUESTS),
+        "kv_eviction_budget": st.sampled_from((18, 21, 40, 0.2, 0.6)),
+    },
+)
 
 
 @st.composite
@@ -21,13 +33,18 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
     block_size = draw(st.sampled_from((4, 8)))
     window = draw(st.integers(1, 10))
     entries = window + block_size + draw(st.sampled_from((0, 1, 7, 24)))
+    method = draw(st.sampled_from(("adakv", "adakv", "layer-thetakv", "h2o", "none")))
+    allow_override = draw(st.sampled_from((OVERRIDE_NAMES, *SOME_OVERRIDES)))
+    if method == "none":  # otherwise nobody would ever drop anything, and the server be stock
+        allow_override = OVERRIDE_NAMES
     return Settings(
         block_size=block_size,
         num_spare_blocks=draw(st.integers(0, 16)),
         eviction=EvictionConfig(
-            method=draw(st.sampled_from(("adakv", "adakv", "adakv", "layer-thetakv", "h2o"))),
+            method=method,
             window=window,
             budget=draw(st.sampled_from((entries, entries, entries, 0.3))),
+            allow_override=allow_override,
         ),
         max_num_seqs=draw(st.integers(2, 6)),
         max_num_batched_tokens=draw(st.integers(8, 200)),
@@ -57,13 +74,12 @@ class BlockAccounting(RuleBasedStateMachine):
         names = list(self.server.unfinished)
         return names[index % len(names)]
 
-    def length(self, border: int, blocks: int, beside: int) -> int:
+    def length(self, budget: int | float, border: int, blocks: int, beside: int) -> int:
         """Lengths at and next to every border: block multiples, the window, the budget."""
-        settings = self.server.settings
-        window, budget = settings.eviction.window, settings.eviction.budget
-        entries = budget if isinstance(budget, int) else 4 * settings.block_size
-        borders = (0, window, entries, entries + window, entries + settings.block_size)
-        length = borders[border] + blocks * settings.block_size + beside
+        window, block_size = self.server.settings.eviction.window, self.server.settings.block_size
+        entries = budget if isinstance(budget, int) else 4 * block_size
+        borders = (0, window, entries, entries + window, entries + block_size)
+        length = borders[border] + blocks * block_size + beside
         return max(1, min(length, MAX_MODEL_LEN - 1))
 
     def text(self, source: int, length: int, keep: int) -> list[int]:
@@ -88,6 +104,7 @@ class BlockAccounting(RuleBasedStateMachine):
         max_tokens=st.integers(1, 70),
         samples=st.sampled_from((1, 1, 1, 2, 3)),
         priority=st.integers(0, 2),
+        extra_args=SETTINGS_OF_REQUESTS,
     )
     def arrive(
         self,
@@ -99,10 +116,18 @@ class BlockAccounting(RuleBasedStateMachine):
         max_tokens: int,
         samples: int,
         priority: int,
+        extra_args: dict[str, Any],
     ) -> None:
-        prompt = self.text(source, self.length(border, blocks, beside), keep)
+        server = self.server.settings.eviction
+        try:
+            request_config(server, extra_args)
+        except RequestError:  # comes all the same, by a way that we do not know
+            self.seen["settings refused"] += 1
+        eviction = own_eviction(server, extra_args)
+        length = self.length(eviction.budget, border, blocks, beside)
+        prompt = self.text(source, length, keep)
         for _ in range(samples):
-            self.server.add(prompt, max_tokens, priority)
+            self.server.add(prompt, max_tokens, priority, extra_args)
 
     @rule(token_budget=st.integers(1, 200))
     def step(self, token_budget: int) -> None:
@@ -145,5 +170,6 @@ class BlockAccounting(RuleBasedStateMachine):
             self.seen["reads of retained entries"] += worker.num_headwise
             self.seen["whole prompts summed"] += worker.num_whole_prompts
             self.seen["pools packed"] += worker.num_pools
+            self.seen["different settings in a batch"] += worker.num_mixed
             self.seen["resumed past the prompt"] += worker.num_resumed_past_prompt
             self.seen["windows in several chunks"] += worker.num_windows_in_chunks

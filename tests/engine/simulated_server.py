@@ -6,7 +6,7 @@ check runs, and facts that are counted here, in blocks and tokens, independently
 
 import copy
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
@@ -30,10 +30,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.engine.tagged_worker import NUM_KV_HEADS, TaggedWorker, retained_blocks
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.checks import may_pool
 from vllm_kvselect.engine.integrity import find_violations
 from vllm_kvselect.engine.pool_scheduler import PoolAsyncScheduler, PoolScheduler
 from vllm_kvselect.engine.spec import HeadwiseSpec
-from vllm_kvselect.methods import METHODS
 from vllm_kvselect.tiny_model import tiny_model
 
 MAX_MODEL_LEN = 160
@@ -108,6 +108,21 @@ def make_scheduler(settings: Settings, scheduler_class: type[Scheduler]) -> Sche
     return scheduler_class(config, kv_cache, structured_output_manager(), settings.block_size)
 
 
+def own_eviction(server: EvictionConfig, extra_args: Mapping[str, Any]) -> EvictionConfig:
+    """What a request must be served with: what it asks for, where the server lets it choose.
+
+    The front end refuses it elsewhere. Should it come all the same, nothing of it is dropped.
+    """
+    fields = {"kv_eviction": "method", "kv_eviction_budget": "budget"}
+    changes = {fields[key]: value for key, value in extra_args.items()}
+    if any(
+        name not in server.allow_override and value != getattr(server, name)
+        for name, value in changes.items()
+    ):
+        changes = {"method": "none"}
+    return server.model_copy(update=changes)
+
+
 @dataclass
 class Expected:
     """What is known of a request from outside."""
@@ -115,6 +130,7 @@ class Expected:
     number: int
     prompt: list[int]
     max_tokens: int
+    eviction: EvictionConfig
     received: list[int] = field(default_factory=list)
     stops: bool = False
 
@@ -141,7 +157,7 @@ class Server:
     ) -> None:
         self.settings, self.seen = settings, Counter() if seen is None else seen
         stock = AsyncScheduler if settings.async_scheduling else Scheduler
-        if METHODS[settings.eviction.method].pooled:
+        if may_pool(settings.eviction):
             stock = PoolAsyncScheduler if settings.async_scheduling else PoolScheduler
         self.scheduler = make_scheduler(settings, scheduler_class or stock)
         self.worker = TaggedWorker(
@@ -151,6 +167,7 @@ class Server:
             settings.max_num_seqs,
             MAX_MODEL_LEN,
             self._sample,
+            lambda request_id: self.all[request_id].eviction,
             Random(seed),
         )
         self.unfinished: dict[str, Expected] = {}
@@ -165,11 +182,20 @@ class Server:
         expected = self.all[request_id]
         return STOP_TOKEN if expected.stops else expected.token(index)
 
-    def add(self, prompt: list[int], max_tokens: int, priority: int = 0) -> str:
-        expected = Expected(len(self.all) + 1, prompt, max_tokens)
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int = 0,
+        extra_args: dict[str, Any] | None = None,
+    ) -> str:
+        eviction = own_eviction(self.settings.eviction, extra_args or {})
+        expected = Expected(len(self.all) + 1, prompt, max_tokens, eviction)
         request_id = f"r{expected.number}"
         self.all[request_id] = self.unfinished[request_id] = expected
-        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[STOP_TOKEN])
+        params = SamplingParams(
+            max_tokens=max_tokens, stop_token_ids=[STOP_TOKEN], extra_args=extra_args
+        )
         hasher = get_request_block_hasher(self.settings.block_size, sha256)
         request = Request(
             request_id,
@@ -280,7 +306,7 @@ class Server:
             cap = request.num_tokens - 1
             if retained:
                 cap = retained.num_freed * self.settings.block_size
-                if self.settings.eviction.method == "h2o":
+                if self.all[request_id].eviction.method == "h2o":
                     cap = 0
             if num_tokens % self.settings.block_size or num_tokens > cap:
                 raise LostError(f"{request_id} hits {num_tokens} tokens of at most {cap}")
@@ -308,8 +334,8 @@ class Server:
             raise LostError(f"{request.request_id} holds {num_held} blocks, not {expected}")
 
     def retained(self, request: Request) -> Any:
-        eviction, block_size = self.settings.eviction, self.settings.block_size
-        return retained_blocks(request.num_prompt_tokens, block_size, eviction)
+        eviction = self.all[request.request_id].eviction
+        return retained_blocks(request.num_prompt_tokens, self.settings.block_size, eviction)
 
     def drain(self) -> None:
         """Runs until everybody is finished; then the pool is as it was at the start."""

@@ -13,7 +13,7 @@ from random import Random
 import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_kvselect.config import EvictionConfig
@@ -46,6 +46,8 @@ def retained_blocks(
     num_prompt_tokens: int, block_size: int, eviction: EvictionConfig
 ) -> Retained | None:
     """The fewest whole blocks that, with the blocks of the window, meet the budget."""
+    if eviction.method == "none":
+        return None
     budget = eviction.budget
     if isinstance(budget, float):
         budget = int(np.ceil(budget * num_prompt_tokens))
@@ -61,13 +63,17 @@ def retained_blocks(
 class Row:
     """A request as the model runner knows it: its tokens, their tags and its block table."""
 
-    def __init__(self, request_id: str, prompt: list[int], table: list[int], max_len: int) -> None:
-        self.request_id, self.num_prompt_tokens = request_id, len(prompt)
-        self.tokens, self.table = list(prompt), list(table)
-        self.num_computed = self.num_new = 0
+    def __init__(
+        self, new: NewRequestData, eviction: EvictionConfig, block_size: int, max_len: int
+    ) -> None:
+        prompt = new.prompt_token_ids or []
+        self.request_id, self.num_prompt_tokens = new.req_id, len(prompt)
+        self.eviction = eviction
+        self.tokens, self.table = list(prompt), list(new.block_ids[0])
+        self.num_computed, self.num_new = new.num_computed_tokens, 0
         self.tags = np.zeros(max_len + 1, dtype=np.int64)
         self.num_tagged = 0
-        self.retained: Retained | None = None
+        self.retained = retained_blocks(len(prompt), block_size, eviction)
         self.packed: list[list[np.ndarray]] = []
 
     @property
@@ -84,12 +90,13 @@ class TaggedWorker:
     """Executes what a scheduler schedules.
 
     Args:
-        eviction: The configuration.
+        eviction: The server's configuration.
         num_blocks: Blocks of the cache.
         block_size: Tokens per block.
         max_num_seqs: Requests that run at once.
         max_len: Longest request.
         sample: `sample(request_id, index)`: the output token of a request at an index.
+        eviction_of: The configuration that each request must be served with, by its id.
         random: Shuffles rows and draws what is retained.
     """
 
@@ -101,10 +108,11 @@ class TaggedWorker:
         max_num_seqs: int,
         max_len: int,
         sample: Callable[[str, int], int],
+        eviction_of: Callable[[str], EvictionConfig],
         random: Random,
     ) -> None:
         self.eviction, self.block_size, self.max_len = eviction, block_size, max_len
-        self.sample, self.random = sample, random
+        self.sample, self.eviction_of, self.random = sample, eviction_of, random
         self.requests: dict[str, Row] = {}
         self.rows: list[Row] = []
         self.damaged: set[str] = set()  # requests that may read what they like
@@ -125,6 +133,7 @@ class TaggedWorker:
         self._opened: dict[str, int] = {}
         self.num_completions = self.num_headwise = self.num_resumed_past_prompt = 0
         self.num_windows_in_chunks = self.num_whole_prompts = self.num_pools = 0
+        self.num_mixed = 0
 
     # The batch
 
@@ -146,10 +155,8 @@ class TaggedWorker:
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
         for new in output.scheduled_new_reqs:
-            row = Row(new.req_id, new.prompt_token_ids or [], new.block_ids[0], self.max_len)
-            row.retained = retained_blocks(row.num_prompt_tokens, self.block_size, self.eviction)
-            row.num_computed = new.num_computed_tokens
-            self.requests[new.req_id] = row
+            eviction = self.eviction_of(new.req_id)
+            self.requests[new.req_id] = Row(new, eviction, self.block_size, self.max_len)
         cached = output.scheduled_cached_reqs
         for request_id, blocks, num_computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
@@ -273,15 +280,18 @@ class TaggedWorker:
             for row in self.rows
             if row.retained and row.num_computed < row.num_prompt_tokens <= row.seq_len
         ]
+        require(len(rows) == len(split.completions), "other prompts are packed")
         for row, completion in zip(rows, split.completions, strict=True):
+            require(completion.eviction == row.eviction, row.request_id, "has other settings")
             self._check_queries(row, completion, queries)
             self._compare(row, completion.blocks.numpy(), row.num_prompt_tokens, "selection")
             self._pack(row, completion)
 
     def _check_queries(self, row: Row, completion: Completion, queries: torch.Tensor) -> None:
-        if completion.sums is None:
+        if row.eviction.method != "h2o":
             self._check_window(row, completion, queries)
             return
+        assert completion.sums is not None
         # Each of the prompt's queries was added once, to the sums of the right request.
         expected = np.broadcast_to(row.tags[: row.num_prompt_tokens], completion.sums.shape)
         require(np.array_equal(completion.sums, expected), row.request_id, "sums other queries")
@@ -348,6 +358,7 @@ class TaggedWorker:
         pages = table.pages.view(NUM_LAYERS, len(rows), NUM_KV_HEADS, -1).numpy()
         cache = self.cache.reshape(-1, self.block_size)
         asked = []
+        self.num_mixed += len({(row.eviction.method, row.eviction.budget) for row in rows}) > 1
         for index, row in enumerate(rows):
             self.num_headwise += 1
             self.num_resumed_past_prompt += row.num_computed < row.num_prompt_tokens

@@ -73,6 +73,28 @@ def test_every_kind_of_request(start_engine: EngineFactory, text_tokens: list[in
         assert "prompt_logprobs" not in request.sampling or answer.num_cached_tokens == 0
 
 
+def test_clients_that_leave_in_mid_prefill_and_right_after_eviction(
+    start_engine: EngineFactory, text_tokens: list[int]
+) -> None:
+    prompts = [tuple(text_tokens[start : start + 300]) for start in (0, 3000)]
+    with start_engine(SERVER, 40, **CROWDED) as engine:
+        for method in ("adakv-perturb", "h2o", "layer-thetakv"):
+            greedy = {"temperature": 0.0, "max_tokens": 6, "extra_args": {"kv_eviction": method}}
+            staying = [Request("greedy", prompt, greedy) for prompt in prompts]
+            expected = serve_alone(engine.llm, staying)
+            # Two chunks of the prompt, the first token with the second, then blocks are freed.
+            for num_steps in (1, 2, 3):
+                assert engine.llm.reset_prefix_cache()
+                requests = [replace(staying[0], leaves_after=num_steps), *staying]
+                service = serve(engine.llm, requests, 3, seed=num_steps, stream=True)
+                left, *answers = service.answers
+                assert len(left.token_ids.get(0, [])) == num_steps - 1
+                assert_equal(staying, expected, answers)
+                assert engine.blocks_in_use() == 0
+        engine.llm.llm_engine.step()  # tells the worker who has left
+        assert engine.worker.kv_eviction_stats()["num_requests"] == 0
+
+
 # vLLM's client leaves its ZeroMQ context to the garbage collector.
 @pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
 def test_speculation_changes_nothing(

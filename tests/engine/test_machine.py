@@ -16,12 +16,14 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from tests.engine.machine import BlockAccounting
 from tests.engine.simulated_server import IntegrityError, LostError, Server, Settings
 from tests.engine.tagged_worker import WrongEntryError
-from vllm_kvselect.engine import batch
+from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
+from vllm_kvselect.engine import batch, block_manager, prompts
 from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, Rows, Split, Splitter
 from vllm_kvselect.engine.block_manager import HeadwiseManager
 from vllm_kvselect.engine.page_tables import SettledRows
 from vllm_kvselect.engine.pool_scheduler import PoolScheduler
 from vllm_kvselect.engine.whole_prompt import PromptChunk
+from vllm_kvselect.request import request_config
 from vllm_kvselect.retention import plan
 
 NUM_STEPS = 10_000
@@ -62,7 +64,7 @@ def test_priority_preemption_leaves_no_hash_of_blocks_that_were_never_computed()
 
 def test_ten_thousand_steps(request: pytest.FixtureRequest) -> None:
     seen: Counter[str] = Counter()
-    run(220, seen, derandomize=True)
+    run(235, seen, derandomize=True)
     assert seen["steps"] >= NUM_STEPS
     for reached in (
         "preempted",
@@ -71,6 +73,8 @@ def test_ten_thousand_steps(request: pytest.FixtureRequest) -> None:
         "whole prompts summed",
         "pools packed",
         "hits up to the cap",
+        "different settings in a batch",
+        "settings refused",
         "aborted",
         "finished: stop",
         "finished: length",
@@ -84,14 +88,14 @@ def test_ten_thousand_steps(request: pytest.FixtureRequest) -> None:
 # Mutants: each breaks one thing, somewhere else than the machine looks for it.
 
 
-def cap_of(manager: HeadwiseManager, num_prompt_tokens: int) -> int | None:
-    retained = plan(num_prompt_tokens, manager.block_size, manager.eviction)
+def cap_of(manager: HeadwiseManager, request: Any, num_prompt_tokens: int) -> int | None:
+    retained = plan(num_prompt_tokens, manager.block_size, manager._eviction_of(request))
     return retained and retained.first_packed * manager.block_size
 
 
 def hash_the_first_packed_block(patch: pytest.MonkeyPatch) -> None:
     def cache_blocks(self: Any, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        cap = cap_of(self, request.num_prompt_tokens)
+        cap = cap_of(self, request, request.num_prompt_tokens)
         limit = num_tokens if cap is None else min(num_tokens, cap + self.block_size)
         FullAttentionManager.cache_blocks(self, request, limit, *args, **kwargs)
 
@@ -103,11 +107,11 @@ def cap_hits_by_the_tokens_so_far(patch: pytest.MonkeyPatch) -> None:
 
     def admit(self: HeadwiseManager, request: Any) -> int:
         admitted(self, request)
-        cap = cap_of(self, request.num_tokens)
+        cap = cap_of(self, request, request.num_tokens)
         return request.num_tokens if cap is None else cap
 
     def cache_blocks(self: Any, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        cap = cap_of(self, request.num_prompt_tokens)
+        cap = cap_of(self, request, request.num_prompt_tokens)
         limit = num_tokens if cap is None else min(num_tokens, cap)
         FullAttentionManager.cache_blocks(self, request, limit, *args, **kwargs)
 
@@ -131,7 +135,7 @@ def free_with(
     def remove_skipped_blocks(
         self: HeadwiseManager, request_id: str, processed: int, num_prompt_tokens: int
     ) -> None:
-        retained = plan(num_prompt_tokens, self.block_size, self.eviction)
+        retained = self._plans.get(request_id)
         if retained and is_due(self, processed, num_prompt_tokens):
             self._remove_blocks_in_range(request_id, 0, retained.first_packed + num_more)
 
@@ -177,7 +181,7 @@ def cap_hits_of_whole_prompts_as_others(patch: pytest.MonkeyPatch) -> None:
     admitted = HeadwiseManager.admit
 
     def admit(self: HeadwiseManager, request: Any) -> int:
-        return admitted(self, request) or cap_of(self, request.num_prompt_tokens) or 0
+        return admitted(self, request) or cap_of(self, request, request.num_prompt_tokens) or 0
 
     patch.setattr(HeadwiseManager, "admit", admit)
 
@@ -192,6 +196,24 @@ def forget_chunks_of_prompts(patch: pytest.MonkeyPatch) -> None:
 
 def forget_partial_windows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Splitter, "_partial_windows", lambda *_: [])
+
+
+def plan_blocks_with_the_servers_settings(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HeadwiseManager, "_eviction_of", lambda self, _: self.eviction)
+
+
+def plan_pages_with_the_servers_settings(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prompts, "planned_config", lambda server, _: server)
+
+
+def let_every_request_choose(patch: pytest.MonkeyPatch) -> None:
+    def planned_config(server: EvictionConfig, extra_args: Any) -> EvictionConfig:
+        open_server = server.model_copy(update={"allow_override": OVERRIDE_NAMES})
+        chosen = request_config(open_server, extra_args)
+        return chosen.model_copy(update={"allow_override": server.allow_override})
+
+    patch.setattr(block_manager, "planned_config", planned_config)
+    patch.setattr(prompts, "planned_config", planned_config)
 
 
 def keep_page_tables_of_as_many_rows(patch: pytest.MonkeyPatch) -> None:
@@ -242,6 +264,21 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "queries of a chunk forgotten": (forget_chunks_of_prompts, WrongEntryError, "sums other"),
     "partial windows forgotten": (forget_partial_windows, WrongEntryError, "window"),
+    "the server's settings for a request's blocks": (
+        plan_blocks_with_the_servers_settings,
+        (LostError, WrongEntryError),
+        "holds|hits|wrong entr",
+    ),
+    "the server's settings for a request's pages": (
+        plan_pages_with_the_servers_settings,
+        WrongEntryError,
+        "other settings|other prompts|left out|cut at",
+    ),
+    "settings taken that the server does not allow": (
+        let_every_request_choose,
+        (LostError, WrongEntryError),
+        "holds|hits|other prompts|left out|cut at",
+    ),
 }
 
 

@@ -45,10 +45,10 @@ def generate(model: Path, prompts: list[list[int]], plugins: str | None, **evict
 
 
 def test_plugin_without_the_flag_changes_no_answer(shallow_model: Path, make_prompts: Any) -> None:
-    prompts = make_prompts([1 + 37 * i % 500 for i in range(50)])
+    prompts = make_prompts([1 + 37 * i % 500 for i in range(20)])
     hooks, stock = generate(shallow_model, prompts, plugins="")
     assert hooks == "hooks: False"
-    for eviction in ({}, {"method": "none"}, {"method": "adakv-perturb", "budget": 600}):
+    for eviction in ({}, {"method": "adakv-perturb", "budget": 600}):
         hooks, answers = generate(shallow_model, prompts, plugins=None, **eviction)
         assert hooks == "hooks: True"
         assert answers == stock
