@@ -227,6 +227,9 @@ def test_preempted_requests_resume_as_if_never_interrupted(
     # The latest are preempted first.
     methods = (None, "pyramidkv", None, "layer-defensivekv", "h2o", "layer-thetakv")
     extra_args = [method and {"kv_eviction": method} for method in methods]
+    with start_engine(ANY_METHOD, 200) as engine:
+        expected = engine.generate_alone(prompts, 220, extra_args)
+
     preempted, reached = [], set()
     preempt = Scheduler._preempt_request
 
@@ -236,17 +239,14 @@ def test_preempted_requests_resume_as_if_never_interrupted(
         preempt(scheduler, request, *args, **kwargs)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", record)
-    with start_engine(ANY_METHOD, 200) as engine:
-        expected = engine.generate(prompts, 120, extra_args)
-        assert not preempted
     for settings in (
         {},
         {"enable_prefix_caching": False},
         {"max_num_batched_tokens": 100, "max_num_seqs": 8},
     ):
         preempted.clear()
-        with start_engine(ANY_METHOD, 36, max_model_len=1024, **settings) as engine:
-            assert engine.generate(prompts, 120, extra_args) == expected
+        with start_engine(ANY_METHOD, 50, max_model_len=1024, **settings) as engine:
+            assert engine.generate(prompts, 220, extra_args) == expected
             assert engine.blocks_in_use() == 0
         in_mid_answer = {method for method, num_generated in preempted if num_generated > 1}
         assert in_mid_answer
