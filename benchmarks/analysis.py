@@ -32,7 +32,7 @@ RUNS: dict[str, str] = {
     "perturbation-needle": f"{AT_20} --task needle",
     "perturbation-code": f"{AT_20} --texts stdlib",
     "assumption": "assumption",
-    "bound": "bound --num-texts 4 --methods snapkv,snapkv-perturb",
+    "bound": "bound --num-texts 2 --methods snapkv,snapkv-perturb",
     "alpha": "alpha --num-texts 4",
     "alpha-unpooled": f"alpha --num-texts 4 {BY_SCORE_ALONE}",
     "metric": "metric --num-texts 4",
