@@ -1,5 +1,6 @@
 """The main path over HTTP: `vllm serve --kv-eviction`, as a user starts it."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -12,25 +13,24 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.retention import plan
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]  # one server for all
-PROMPT_LEN, NUM_OUTPUT = 1500, 120
+PROMPT_LEN, NUM_OUTPUT = 1500, 500  # long enough to be looked at while it runs
 
 
 def test_a_long_prompt_holds_the_blocks_of_its_plan(server: str, text_tokens: list[int]) -> None:
     prompt = text_tokens[:PROMPT_LEN]
-    held = []
     with post(server, prompt=prompt, max_tokens=NUM_OUTPUT, ignore_eos=True, stream=True) as stream:
-        for line in stream:
-            if line.startswith(b"data: {"):
-                held.append(blocks_held(server))
+        for _ in range(3):
+            stream.readline()  # two tokens, so the gauge has seen the first
+        readings = list(iter(lambda: blocks_held(server), 0))  # until the request is gone
     retained = plan(PROMPT_LEN, 32, EvictionConfig(budget=256))
     assert retained is not None
-    first, last = (-(-n // 32) - retained.first_packed for n in (PROMPT_LEN + 1, PROMPT_LEN + 120))
-    # The gauge lags the stream: the first readings may be those of the prefill, and when the last
-    # lines are read the request may be gone.
-    while_decoding = [num_blocks for num_blocks in held[5:] if num_blocks]
+    ends = (PROMPT_LEN + 1, PROMPT_LEN + NUM_OUTPUT)
+    first, last = (-(-n // 32) - retained.first_packed for n in ends)
+    assert (first, -(-PROMPT_LEN // 32)) == (9, 47)
+    # The gauge lags the stream: the first readings may still be those of the prefill.
+    while_decoding = list(itertools.dropwhile(lambda num_blocks: num_blocks == 47, readings))
     assert while_decoding
     assert set(while_decoding) <= set(range(first, last + 1))
-    assert (first, -(-PROMPT_LEN // 32)) == (9, 47)
 
 
 def test_the_server_goes_on_after_a_request_it_cannot_serve(
