@@ -19,10 +19,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from tests import oracle
 from tests.engine.flash_attention import FP8, PADDING, attention
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.cuda_backend import (
-    HeadwiseFlashAttentionBackend,
-    HeadwiseFlashAttentionMetadataBuilder,
-)
+from vllm_kvselect.engine.flash_attention import HeadwiseFlashAttentionBackend
 from vllm_kvselect.engine.prompts import Prompt
 from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.methods import METHODS, Twins
@@ -36,14 +33,17 @@ SCALES = {"q": 0.25, "k": 0.5, "v": 2.0}
 """Of an fp8 cache; powers of two, so that dequantising rounds nothing."""
 
 
-def vllm_config(kv_cache_dtype: str = "auto", graphs: bool = False) -> VllmConfig:
+def vllm_config(
+    kv_cache_dtype: str = "auto", graphs: bool = False, dtype: str = "bfloat16"
+) -> VllmConfig:
     settings = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS}
-    args = EngineArgs(str(tiny_model()), dtype="bfloat16", block_size=BLOCK_SIZE, **settings)
+    args = EngineArgs(str(tiny_model()), dtype=dtype, block_size=BLOCK_SIZE, **settings)
     config = args.create_engine_config()
     config.cache_config.cache_dtype = kv_cache_dtype
     if graphs:
         config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
         config.compilation_config.max_cudagraph_capture_size = MAX_NUM_SEQS
+        config.compilation_config.cudagraph_capture_sizes = [1, 2, MAX_NUM_SEQS]
     return config
 
 
@@ -86,13 +86,21 @@ class Layers:
         eviction: The configuration.
         twins: Kernels to call in place of the references.
         config: vLLM's.
+        backend: The backend of the layers.
     """
 
-    def __init__(self, eviction: EvictionConfig, twins: Twins, config: VllmConfig) -> None:
-        self.eviction = eviction
+    def __init__(
+        self,
+        eviction: EvictionConfig,
+        twins: Twins,
+        config: VllmConfig,
+        backend: Any = HeadwiseFlashAttentionBackend,
+    ) -> None:
+        self.eviction, self._backend = eviction, backend
         self.quantized = config.cache_config.cache_dtype == "fp8"
         self.random = torch.Generator().manual_seed(1)
-        dtype = torch.uint8 if self.quantized else torch.bfloat16
+        self.dtype = config.model_config.dtype
+        dtype = torch.uint8 if self.quantized else self.dtype
         memory = torch.zeros(
             NUM_LAYERS * NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=dtype
         )
@@ -108,9 +116,7 @@ class Layers:
                 dtype=dtype,
                 eviction=eviction,
             )
-            self.builder = HeadwiseFlashAttentionMetadataBuilder(
-                spec, names, config, torch.device("cpu")
-            )
+            self.builder = backend.get_builder_cls()(spec, names, config, torch.device("cpu"))
         self.prompts: list[Prompt] = []
         self.state = self.builder.start(NUM_BLOCKS, self._prompts_of, twins)
         self.block_table = torch.zeros(MAX_NUM_SEQS, MAX_MODEL_LEN // BLOCK_SIZE).int()
@@ -126,7 +132,7 @@ class Layers:
             NUM_KV_HEADS,
             cache_config=config.cache_config,
             prefix=name,
-            attn_backend=HeadwiseFlashAttentionBackend,
+            attn_backend=self._backend,
         )
         if self.quantized:
             for part, scale in SCALES.items():
@@ -137,7 +143,7 @@ class Layers:
         return layer
 
     def _randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.random).bfloat16()
+        return torch.randn(shape, generator=self.random).to(self.dtype)
 
     def _prompts_of(self, common: CommonAttentionMetadata) -> list[Prompt]:
         nothing = Prompt(0, self.eviction, None)
@@ -156,7 +162,10 @@ class Layers:
         if self.quantized:
             codes = {name: (t.float() / SCALES[name]).to(FP8) for name, t in tensors.items()}
             read = {name: code.double() * SCALES[name] for name, code in codes.items()}
-            tensors["q"] = codes["q"]
+            if self.layers[0].query_quant is None:
+                read["q"] = tensors["q"].double()
+            else:
+                tensors["q"] = codes["q"]
         prompt = Prompt.planned(num_prompt_tokens, BLOCK_SIZE, self.eviction)
         return Request(*tensors.values(), read, prompt)
 
@@ -238,12 +247,12 @@ class Layers:
             num_padding = common.num_actual_tokens - len(parts[0])
             query, key, value = (
                 torch.nn.functional.pad(part.view(torch.int8), (0, 0, 0, 0, 0, num_padding))
-                .repeat(1, 1, 2)
-                .view(part.dtype)[..., : part.shape[2]]
+                .repeat(1, 2, 1)
+                .view(part.dtype)[:, : part.shape[1]]
                 for part in parts
             )
             shape = len(query), GROUP * NUM_KV_HEADS, HEAD_SIZE
-            output, cache = torch.full(shape, torch.nan, dtype=torch.bfloat16), layer.kv_cache
+            output, cache = torch.full(shape, torch.nan, dtype=self.dtype), layer.kv_cache
             with guard():
                 layer.impl.do_kv_cache_update(layer, key, value, cache, common.slot_mapping)
                 layer.impl.forward(layer, query, key, value, cache, metadata, output)
@@ -264,7 +273,7 @@ class Layers:
             for request, num_new in rows:
                 self._complete(request, num_new)
                 expected = self._expected(request, index, num_new)
-                # Rounded once to bfloat16, of which the oracle knows nothing.
+                # Rounded once, of which the oracle knows nothing.
                 torch.testing.assert_close(
                     output[first : first + num_new].double(), expected, rtol=2**-8, atol=1e-6
                 )

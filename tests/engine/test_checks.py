@@ -25,6 +25,7 @@ from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine import arguments, checks
 from vllm_kvselect.engine.arguments import choose_scheduler
 from vllm_kvselect.engine.checks import (
+    CUDA_BACKENDS,
     refuse_mixed_groups,
     refuse_unsupported,
     settings_problems,
@@ -287,17 +288,20 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     return config
 
 
-def test_cuda_gets_its_worker_and_flash_attention(on_cuda: VllmConfig) -> None:
+@pytest.mark.parametrize("asked", [None, *CUDA_BACKENDS])
+def test_cuda_gets_its_worker_and_flash_attention_or_what_the_user_asked_for(
+    asked: AttentionBackendEnum | None, on_cuda: VllmConfig
+) -> None:
     on_cuda.cache_config.cache_dtype = "fp8"
+    on_cuda.attention_config.backend = asked
     engine_args = EngineArgs(str(tiny_model()), additional_config={"kv_eviction": {}})
     num_bytes = arguments.block_bytes(on_cuda)
     arguments.after_engine_config(engine_args, on_cuda)
     module, _, name = on_cuda.parallel_config.worker_cls.rpartition(".")
-    worker = getattr(importlib.import_module(module), name)
-    assert issubclass(worker, Worker)
+    assert issubclass(getattr(importlib.import_module(module), name), Worker)
     backend = on_cuda.attention_config.backend
-    assert backend is worker.replaces is AttentionBackendEnum.FLASH_ATTN
-    ours = resolve_obj_by_qualname(worker.backend)
+    assert backend is (asked or AttentionBackendEnum.FLASH_ATTN)
+    ours = resolve_obj_by_qualname(CUDA_BACKENDS[backend])
     assert issubclass(ours, backend.get_class())
     on_cuda.cache_config.cache_dtype = "bfloat16"
     assert arguments.block_bytes(on_cuda) == 2 * num_bytes
@@ -310,7 +314,7 @@ def test_cuda_gets_its_worker_and_flash_attention(on_cuda: VllmConfig) -> None:
             lambda config: setattr(
                 config.attention_config, "backend", AttentionBackendEnum.FLASHINFER
             ),
-            r"attention backend FLASHINFER has no view.*choose FLASH_ATTN",
+            r"attention backend FLASHINFER has no view.*choose FLASH_ATTN or TRITON_ATTN",
         ),
         (
             lambda config: setattr(config.parallel_config, "enable_dbo", True),

@@ -1,20 +1,23 @@
-"""The CUDA backend on CPU tensors: vLLM's builder and impl, Triton's interpreter, stock stand-ins.
+"""The CUDA backends on CPU tensors: vLLM's builders and impls, Triton's interpreter.
 
-Every step's outputs are those of the float64 oracle, which knows what each head retained.
+FlashAttention's calls have stand-ins, Triton's run as they are. Every step's outputs are those of
+the float64 oracle, which knows what each head retained.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.attention.backends import flash_attn
-from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
+from vllm.v1.attention.backends import flash_attn, triton_attn
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from tests.engine import flash_attention
+from tests.engine import flash_attention, triton_attention
 from tests.engine.cuda_layers import (
     BLOCK_SIZE,
     HEAD_SIZE,
@@ -28,11 +31,13 @@ from tests.engine.cuda_layers import (
 )
 from tests.kernels.unsynchronised import unsynchronised
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine.cuda_backend import HeadwiseFlashAttentionBackend
+from vllm_kvselect.engine.checks import CUDA_BACKENDS
 from vllm_kvselect.engine.cuda_tables import buffer_bytes
+from vllm_kvselect.engine.flash_attention import HeadwiseFlashAttentionBackend
 from vllm_kvselect.engine.headwise import HeadwiseMetadata
+from vllm_kvselect.engine.triton_attention import HeadwiseTritonAttentionBackend
 from vllm_kvselect.engine.warm_up import warm_up
-from vllm_kvselect.methods import METHODS, NO_TWINS
+from vllm_kvselect.methods import METHODS, NO_TWINS, Twins
 from vllm_kvselect.scoring.value_norms import value_norms
 
 pytest.importorskip("triton")
@@ -45,22 +50,40 @@ def eviction(method: str = "adakv-perturb", **values: Any) -> EvictionConfig:
     return EvictionConfig.parse({"method": method, "window": WINDOW, "budget": BUDGET, **values})
 
 
+FLASH, TRITON = HeadwiseFlashAttentionBackend, HeadwiseTritonAttentionBackend
+CALLS = {FLASH: (flash_attn, "flash_attn_varlen_func"), TRITON: (triton_attn, "unified_attention")}
+DTYPES = {FLASH: "bfloat16", TRITON: "float32"}
+"""The interpreter multiplies bfloat16 by its bits, and vLLM's kernel does not work around that."""
+
+
 @pytest.fixture(autouse=True)
 def stand_ins() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         flash_attention.install(patch)
+        triton_attention.install(patch)
         yield
 
 
-@pytest.fixture(scope="module")
-def config() -> VllmConfig:
-    return vllm_config()
+@pytest.fixture(params=DTYPES, ids=lambda backend: backend.get_name())
+def backend(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
-@pytest.fixture
-def layers(config: VllmConfig) -> Layers:
-    config.compilation_config.static_forward_context.clear()
-    return Layers(eviction(), NO_TWINS, config)
+@cache
+def config(dtype: str, kv_cache_dtype: str, graphs: bool) -> VllmConfig:
+    return vllm_config(kv_cache_dtype, graphs, dtype)
+
+
+def make_layers(
+    backend: Any,
+    method: str = "adakv-perturb",
+    twins: Twins = NO_TWINS,
+    kv_cache_dtype: str = "auto",
+    graphs: bool = False,
+) -> Layers:
+    made = config(DTYPES[backend], kv_cache_dtype, graphs)
+    made.compilation_config.static_forward_context.clear()
+    return Layers(eviction(method), twins, made, backend)
 
 
 def mixed_steps(layers: Layers, past_prompts: bool = True) -> list[Request]:
@@ -85,28 +108,31 @@ def mixed_steps(layers: Layers, past_prompts: bool = True) -> list[Request]:
     return [long, short, chunked]
 
 
-@pytest.mark.parametrize("method", ["adakv-perturb", "layer-defensivekv"])
-def test_every_step_is_that_of_the_oracle_with_the_kernels(method: str, config: VllmConfig) -> None:
-    config.compilation_config.static_forward_context.clear()
-    layers = Layers(eviction(method), cuda.TWINS, config)
+@pytest.mark.parametrize(
+    ("method", "backend"),
+    [("adakv-perturb", FLASH), ("layer-defensivekv", FLASH), ("adakv-perturb", TRITON)],
+)
+def test_every_step_is_that_of_the_oracle_with_the_kernels(method: str, backend: Any) -> None:
+    layers = make_layers(backend, method, cuda.TWINS)
     mixed_steps(layers, past_prompts=not METHODS[method].pooled)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_step_is_that_of_the_oracle(method: str, config: VllmConfig) -> None:
-    config.compilation_config.static_forward_context.clear()
+def test_every_step_is_that_of_the_oracle(method: str) -> None:
     # The reference rounds norms to bfloat16, enough to change what is retained.
-    layers = Layers(eviction(method), {value_norms: cuda.value_norms}, config)
+    layers = make_layers(FLASH, method, {value_norms: cuda.value_norms})
     mixed_steps(layers, past_prompts=not METHODS[method].pooled)
 
 
-def test_a_batch_that_drops_nothing_is_stock(layers: Layers) -> None:
+def test_a_batch_that_drops_nothing_is_stock(backend: Any) -> None:
+    layers = make_layers(backend)
     short = layers.request(20, 25)
     for num_new in (12, 8, 1):
-        assert isinstance(layers.step((short, num_new)), FlashAttentionMetadata)
+        assert not isinstance(layers.step((short, num_new)), HeadwiseMetadata)
 
 
-def test_rows_without_a_plan_keep_vllms_call_beside_rows_with_one(layers: Layers) -> None:
+def test_rows_without_a_plan_keep_vllms_call_beside_rows_with_one(backend: Any) -> None:
+    layers = make_layers(backend)
     long, short = layers.request(100, 110), layers.request(20, 30)
     stock = layers.step((long, 100), (short, 20))
     assert isinstance(stock, HeadwiseMetadata)
@@ -116,14 +142,42 @@ def test_rows_without_a_plan_keep_vllms_call_beside_rows_with_one(layers: Layers
     assert mixed.split.headwise.max_query_len == 2
 
 
-def test_an_fp8_cache_is_scored_and_moved_as_attention_reads_it() -> None:
-    layers = Layers(eviction(), cuda.TWINS, vllm_config("fp8"))
-    assert layers.layers[0].impl._score_scale == HEAD_SIZE**-0.5 * 0.25 * 0.5
+# With fp8 queries vLLM's Triton kernel rounds weights to fp8 too; see the next test.
+@pytest.mark.parametrize(("backend", "with_queries"), [(FLASH, True), (TRITON, False)])
+def test_an_fp8_cache_is_scored_and_moved_as_attention_reads_it(
+    backend: Any, with_queries: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_attention.H100, "is_cuda", lambda _: False)
+    # The interpreter's cast to fp8 loses carries.
+    write = flash_attention.reshape_and_cache_flash
+    monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash", write)
+    layers = make_layers(backend, twins=cuda.TWINS, kv_cache_dtype="fp8")
+    scale_of_queries = 0.25 if with_queries else 1
+    assert layers.layers[0].impl._score_scale == HEAD_SIZE**-0.5 * scale_of_queries * 0.5
     mixed_steps(layers)
 
 
-def test_an_fp8_cache_with_scales_per_head_is_refused() -> None:
-    layers = Layers(eviction(), NO_TWINS, vllm_config("fp8"))
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_the_view_gives_bit_for_bit_what_vllms_call_gives(kv_cache_dtype: str) -> None:
+    layers = make_layers(TRITON, kv_cache_dtype=kv_cache_dtype, graphs=True)
+    short, other = layers.request(20, 30), layers.request(45, 50)
+    rows = (short, 20), (other, 45)
+    common = layers.common(rows)
+    layers.forward(rows, common, layers.builder.build(0, common))
+    short.num_computed, other.num_computed = 20, 45
+    rows = (short, 1), (other, 1)
+    common = layers.common(rows)
+    through_view = layers.builder.build(0, common)
+    assert isinstance(through_view, HeadwiseMetadata)
+    layers.builder.largest_full_graph = 0
+    stock = layers.builder.build(0, common)
+    assert not isinstance(stock, HeadwiseMetadata)
+    outputs = [layers.forward(rows, common, metadata) for metadata in (through_view, stock)]
+    assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
+
+
+def test_an_fp8_cache_with_scales_per_head_is_refused(backend: Any) -> None:
+    layers = make_layers(backend, kv_cache_dtype="fp8")
     layer = layers.layers[0]
     layer._k_scale = torch.ones(NUM_KV_HEADS)
     with pytest.raises(ConfigError, match=r"scales per head.*--kv-cache-dtype bfloat16"):
@@ -133,9 +187,11 @@ def test_an_fp8_cache_with_scales_per_head_is_refused() -> None:
 class Replays:
     """A decode step captured once, for more rows than there are, and what its calls were given."""
 
-    def __init__(self, layers: Layers, num_rows: int, patch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, backend: Any, layers: Layers, num_rows: int, patch: pytest.MonkeyPatch
+    ) -> None:
         self.layers, self.num_rows, self.calls = layers, num_rows, []
-        call = flash_attn.flash_attn_varlen_func
+        call = getattr(*CALLS[backend])
 
         def recorded(**given: Any) -> Any:
             if isinstance(given["block_table"], torch.Tensor):
@@ -148,7 +204,7 @@ class Replays:
                 )
             return call(**given)
 
-        patch.setattr(flash_attn, "flash_attn_varlen_func", recorded)
+        patch.setattr(*CALLS[backend], recorded)
         common = layers.common((), num_rows)
         common.max_seq_len = MAX_MODEL_LEN
         self.captured = layers.builder.build_for_cudagraph_capture(common)
@@ -160,46 +216,45 @@ class Replays:
         assert isinstance(built, HeadwiseMetadata)
         self.calls.clear()
         outputs = self.layers.forward(rows, common, self.captured)
-        assert all(torch.equal(output[len(rows) :], output[len(rows) :] * 0) for output in outputs)
         self.layers.check(rows, outputs)
 
 
 def test_a_graph_of_a_decode_step_replays_for_other_rows_and_lengths(
-    monkeypatch: pytest.MonkeyPatch,
+    backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers = Layers(eviction(), cuda.TWINS, vllm_config(graphs=True))
+    layers = make_layers(backend, twins=cuda.TWINS, graphs=True)
     assert layers.builder.get_cudagraph_support(None, None) == (
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     )
     long, short, other = (layers.request(n, n + 40) for n in (100, 20, 90))
-    replays = Replays(layers, MAX_NUM_SEQS, monkeypatch)
+    replays = Replays(backend, layers, MAX_NUM_SEQS, monkeypatch)
     layers.step((long, 100), (short, 20))
     calls = []
     for rows in ([long, short], [short, long], [long], [short]):
         replays.step(*((request, 1) for request in rows))
         calls.append(list(replays.calls))
     layers.step((other, 90), (long, 1), (short, 1))
-    for _ in range(BLOCK_SIZE + 1):  # into the next block
+    for _ in range(7):  # one of them comes to its next block
         replays.step((short, 1), (other, 1), (long, 1))
     calls.append(list(replays.calls))
     assert all(call == calls[0] for call in calls)
     assert len(calls[0]) == NUM_LAYERS
     # The same step outside the graph.
-    layers.builder.use_full_cuda_graph = False
+    layers.builder.largest_full_graph = 0
     layers.step((short, 1), (other, 1), (long, 1))
 
 
-def test_only_graphs_take_rows_without_a_plan_through_the_one_head_view() -> None:
-    layers = Layers(eviction(), NO_TWINS, vllm_config(graphs=True))
+def test_only_graphs_take_rows_without_a_plan_through_the_one_head_view(backend: Any) -> None:
+    layers = make_layers(backend, graphs=True)
     short = layers.request(20, 30)
-    assert isinstance(layers.step((short, 20)), FlashAttentionMetadata)
+    assert not isinstance(layers.step((short, 20)), HeadwiseMetadata)
     assert isinstance(layers.step((short, 1)), HeadwiseMetadata)
-    layers.builder.max_cudagraph_size = 0
-    assert isinstance(layers.step((short, 1)), FlashAttentionMetadata)
+    layers.builder.largest_full_graph = 0
+    assert not isinstance(layers.step((short, 1)), HeadwiseMetadata)
 
 
-def test_a_row_without_a_plan_ignores_what_was_packed_in_its_blocks_before() -> None:
-    layers = Layers(eviction(), NO_TWINS, vllm_config(graphs=True))
+def test_a_row_without_a_plan_ignores_what_was_packed_in_its_blocks_before(backend: Any) -> None:
+    layers = make_layers(backend, graphs=True)
     long, short = layers.request(100, 110), layers.request(20, 30)
     layers.step((long, 100))
     assert long.prompt.plan
@@ -212,8 +267,8 @@ def test_a_row_without_a_plan_ignores_what_was_packed_in_its_blocks_before() -> 
     layers.step((short, 1))
 
 
-def test_a_single_token_of_a_prompt_that_drops_entries_is_no_decode() -> None:
-    layers = Layers(eviction(), NO_TWINS, vllm_config(graphs=True))
+def test_a_single_token_of_a_prompt_that_drops_entries_is_no_decode(backend: Any) -> None:
+    layers = make_layers(backend, graphs=True)
     long, short = layers.request(100, 110), layers.request(20, 30)
     layers.step((long, 99), (short, 20))
     metadata = layers.step((long, 1), (short, 1))
@@ -223,10 +278,9 @@ def test_a_single_token_of_a_prompt_that_drops_entries_is_no_decode() -> None:
 
 @pytest.mark.parametrize("method", ["adakv-perturb", "layer-defensivekv"])
 def test_neither_a_decode_step_nor_a_completion_waits_for_the_device(
-    method: str, config: VllmConfig
+    method: str, backend: Any
 ) -> None:
-    config.compilation_config.static_forward_context.clear()
-    layers = Layers(eviction(method), cuda.TWINS, config)
+    layers = make_layers(backend, method, cuda.TWINS)
     long, chunked = layers.request(100, 110), layers.request(90, 100)
     for rows in (
         ((long, 100), (chunked, 60)),
@@ -243,16 +297,17 @@ def test_neither_a_decode_step_nor_a_completion_waits_for_the_device(
         layers.check(rows, outputs)
 
 
-def test_the_buffers_take_what_their_formula_says(layers: Layers) -> None:
-    tables = layers.builder.tables
+def test_the_buffers_take_what_their_formula_says() -> None:
+    tables = make_layers(FLASH).builder.tables
     held = [part for part in vars(tables).values() if isinstance(part, torch.Tensor)]
     size = MAX_NUM_SEQS, NUM_KV_HEADS, NUM_LAYERS, MAX_MODEL_LEN, BLOCK_SIZE
     assert buffer_bytes(*size) == sum(part.nbytes for part in held)
 
 
-def test_the_backend_asks_for_one_layout() -> None:
-    assert HeadwiseFlashAttentionBackend.supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
-    assert HeadwiseFlashAttentionBackend.get_name() == "FLASH_ATTN"
+def test_the_backends_ask_for_one_layout(backend: Any) -> None:
+    assert backend.supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
+    ours = CUDA_BACKENDS[AttentionBackendEnum[backend.get_name()]]
+    assert resolve_obj_by_qualname(ours) is backend
 
 
 @pytest.mark.parametrize(
@@ -266,19 +321,18 @@ def test_the_backend_asks_for_one_layout() -> None:
     ],
 )
 def test_layers_that_the_one_head_view_cannot_express_are_refused(
-    values: dict[str, Any], reason: str
+    values: dict[str, Any], reason: str, backend: Any
 ) -> None:
     settings = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
-    impl = HeadwiseFlashAttentionBackend.get_impl_cls()
+    impl = backend.get_impl_cls()
     with pytest.raises(ConfigError, match=reason):
         impl(4, HEAD_SIZE, 1.0, NUM_KV_HEADS, **{**settings, **values})
 
 
 @pytest.mark.parametrize("method", ["adakv-perturb", "layer-defensivekv", "h2o"])
 def test_warming_up_launches_what_prompts_need_and_leaves_no_trace(
-    method: str, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+    method: str,
 ) -> None:
-    config.compilation_config.static_forward_context.clear()
     launched: set[str] = set()
 
     def noted(name: str, twin: Any) -> Any:
@@ -290,7 +344,7 @@ def test_warming_up_launches_what_prompts_need_and_leaves_no_trace(
 
     # References in place of kernels: which are called is the same, and takes less time.
     twins = {part: noted(part.__name__, part) for part in cuda.TWINS}
-    layers = Layers(eviction(method), twins, config)
+    layers = make_layers(FLASH, method, twins)
     warm_up(layers.builder, [method], layers.eviction)
     assert not layers.state.offsets.any()
     assert not layers.state.completed

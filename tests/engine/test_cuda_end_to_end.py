@@ -13,7 +13,7 @@ from tests.engine import flash_attention
 from tests.engine.conftest import EngineFactory
 from vllm_kvselect.engine import arguments
 from vllm_kvselect.engine.cpu_worker import EvictionCPUWorker
-from vllm_kvselect.engine.cuda_backend import HeadwiseFlashAttentionMetadataBuilder
+from vllm_kvselect.engine.cuda_backend import CudaMetadataBuilder
 from vllm_kvselect.engine.warm_up import warm_up
 from vllm_kvselect.methods import NO_TWINS, Twins
 from vllm_kvselect.scoring.value_norms import OutputProjection
@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 class FlashAttentionOnCPU(EvictionCPUWorker):
     """vLLM's CPU worker with the backend, and the warm-up, of the CUDA worker."""
 
-    backend = "vllm_kvselect.engine.cuda_backend.HeadwiseFlashAttentionBackend"
+    backend = "vllm_kvselect.engine.flash_attention.HeadwiseFlashAttentionBackend"
 
     def _load_kernels(self) -> Twins:
         return NO_TWINS
@@ -44,7 +44,7 @@ class FlashAttentionOnCPU(EvictionCPUWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         for builder in self._builders:
-            assert isinstance(builder, HeadwiseFlashAttentionMetadataBuilder)
+            assert isinstance(builder, CudaMetadataBuilder)
             warm_up(builder, [self._eviction.method], self._eviction)
         return super().compile_or_warm_up_model()
 

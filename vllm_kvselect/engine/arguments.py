@@ -12,7 +12,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvselect.config import (
     CONFIG_KEY,
@@ -21,7 +20,12 @@ from vllm_kvselect.config import (
     ConfigError,
     EvictionConfig,
 )
-from vllm_kvselect.engine.checks import may_pool, platform_name, refuse_unsupported
+from vllm_kvselect.engine.checks import (
+    CUDA_BACKENDS,
+    may_pool,
+    platform_name,
+    refuse_unsupported,
+)
 from vllm_kvselect.retention import budget_entries, plan
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
@@ -213,8 +217,9 @@ def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
     vllm_config.additional_config[CONFIG_KEY] = eviction.model_dump()
     vllm_config.parallel_config.worker_cls = _WORKERS[platform_name()]
     if platform_name() == "cuda":
-        # The one that ours stands in for; on some devices vLLM would prefer another.
-        vllm_config.attention_config.backend = AttentionBackendEnum.FLASH_ATTN
+        # One that ours stand in for; on some devices vLLM would prefer another.
+        attention = vllm_config.attention_config
+        attention.backend = attention.backend or next(iter(CUDA_BACKENDS))
     choose_scheduler(vllm_config.scheduler_config, eviction)
     logger.info("%s", describe(vllm_config, eviction))
 

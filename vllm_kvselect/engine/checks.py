@@ -15,6 +15,16 @@ _STOCK_WORKERS = {
     "cpu": "vllm.v1.worker.cpu_worker.CPUWorker",
     "cuda": "vllm.v1.worker.gpu_worker.Worker",
 }
+CUDA_BACKENDS = {
+    AttentionBackendEnum.FLASH_ATTN: (
+        "vllm_kvselect.engine.flash_attention.HeadwiseFlashAttentionBackend"
+    ),
+    AttentionBackendEnum.TRITON_ATTN: (
+        "vllm_kvselect.engine.triton_attention.HeadwiseTritonAttentionBackend"
+    ),
+}
+"""Ours for each of vLLM's that `--attention-backend` may name; the first where it names none."""
+
 _BLOCK_MULTIPLES = {"cpu": 32, "cuda": 16}
 _FULL_OR_SLIDING = ("full_attention", "sliding_attention")
 
@@ -107,13 +117,14 @@ def _platform_problems(vllm_config: VllmConfig) -> list[str]:
 
 
 def _cuda_problems(vllm_config: VllmConfig) -> list[str]:
-    """What stands against FlashAttention, the one backend that ours can stand in for."""
+    """What stands against the backends that ours can stand in for."""
     attention, parallel = vllm_config.attention_config, vllm_config.parallel_config
     problems = []
-    if attention.backend not in (None, AttentionBackendEnum.FLASH_ATTN):
+    if attention.backend not in (None, *CUDA_BACKENDS):
+        accepted = " or ".join(backend.name for backend in CUDA_BACKENDS)
         problems.append(
             f"attention backend {attention.backend.name} has no view of single heads yet; leave "
-            "--attention-backend out, or choose FLASH_ATTN"
+            f"--attention-backend out, or choose {accepted}"
         )
     features = {
         "an attention backend for each kind of layer": attention.backend_per_kind,

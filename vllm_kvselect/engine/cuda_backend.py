@@ -1,4 +1,4 @@
-"""The CUDA attention backend: FlashAttention, called through the one-head view for decoding.
+"""What the CUDA backends' builders have in common: FlashAttention's and Triton's are put behind.
 
 Nothing here waits for the device. What is cut where is decided from what the host knows: prompts,
 their plans, and lengths that are exact while a prompt is not complete.
@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-from vllm.v1.attention.backends.flash_attn import (
-    FlashAttentionBackend,
-    FlashAttentionMetadataBuilder,
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    CommonAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
 
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.batch import Split, Splitter
-from vllm_kvselect.engine.cuda_impl import HeadwiseFlashAttentionImpl
 from vllm_kvselect.engine.cuda_tables import HeadwiseTables
 from vllm_kvselect.engine.headwise import HeadwiseBuilder, HeadwiseMetadata
 from vllm_kvselect.engine.page_tables import SettledRows
@@ -28,18 +27,8 @@ from vllm_kvselect.methods import Twins
 from vllm_kvselect.page_table import PageTable
 
 
-class HeadwiseFlashAttentionBackend(FlashAttentionBackend):
-    """vLLM's FlashAttention backend with our builder and impl; the worker puts it in place."""
-
-    @staticmethod
-    def get_impl_cls() -> type[HeadwiseFlashAttentionImpl]:
-        """The impl of every full-attention layer."""
-        return HeadwiseFlashAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["HeadwiseFlashAttentionMetadataBuilder"]:
-        """The builder of every group of layers."""
-        return HeadwiseFlashAttentionMetadataBuilder
+class CudaBackend(AttentionBackend):
+    """What a backend with the one-head view asks of the KV cache; put in front of vLLM's own."""
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -82,13 +71,20 @@ class DeviceSplitter(Splitter):
         return None
 
 
-class HeadwiseFlashAttentionMetadataBuilder(HeadwiseBuilder, FlashAttentionMetadataBuilder):
+class CudaMetadataBuilder(HeadwiseBuilder):
     """Builds vLLM's metadata, split where prompts end. Stock until `start` is called.
 
     A graph that holds a whole decode step cannot choose between vLLM's call and the one-head view,
     so it always holds the view; rows that drop nothing have identity tables there.
+
+    Attributes:
+        tables: Page tables of the group's layers, once started.
+        largest_full_graph: Tokens of the largest step that a graph of its own may hold.
     """
 
+    block_size: int
+    tables: HeadwiseTables
+    largest_full_graph: int = 0
     splitter_class = DeviceSplitter
     supports_update_block_table = False
 
@@ -103,9 +99,12 @@ class HeadwiseFlashAttentionMetadataBuilder(HeadwiseBuilder, FlashAttentionMetad
         manager_block_size = self.vllm_config.cache_config.block_size
         if self.block_size != manager_block_size:
             raise ConfigError(
-                f"kv_eviction cannot use FlashAttention with block_size = {manager_block_size}, "
-                f"since its kernel takes {self.block_size}; set --block-size {self.block_size}"
+                f"kv_eviction cannot use block_size = {manager_block_size}, since the attention "
+                f"kernel takes {self.block_size}; set --block-size {self.block_size}"
             )
+        compilation = self.vllm_config.compilation_config
+        if compilation.cudagraph_mode.has_full_cudagraphs():
+            self.largest_full_graph = compilation.max_cudagraph_capture_size or 0
         self.tables = HeadwiseTables(
             state,
             self.vllm_config.scheduler_config.max_num_seqs,
@@ -132,15 +131,14 @@ class HeadwiseFlashAttentionMetadataBuilder(HeadwiseBuilder, FlashAttentionMetad
         in_graph = self._may_be_in_graph(common)
         if not in_graph and all(prompt.plan is None for prompt in prompts):
             return self._build_stock(common_prefix_len, common, fast_build)
-        # As vLLM: a bound for what a graph holds, one part where batches must not matter.
-        num_splits = self.max_num_splits if in_graph else 0
-        if envs.VLLM_BATCH_INVARIANT:
-            num_splits = 1
+        num_splits = 1 if envs.VLLM_BATCH_INVARIANT else self._max_num_splits(in_graph)
         batch = self.tables.decode_batch(prompts, common, num_splits)
         return HeadwiseMetadata(Split(common, None, [], [], [], batch), None)
 
+    def _max_num_splits(self, in_graph: bool) -> int:
+        """Parts into which the call may cut a sequence; 0 leaves it to the call."""
+        return 0
+
     def _may_be_in_graph(self, common: CommonAttentionMetadata) -> bool:
         """Whether a graph of a whole step may be captured or run with this metadata."""
-        largest = self.max_cudagraph_size
-        fits = largest is not None and common.num_actual_tokens <= largest
-        return bool(self.use_full_cuda_graph and fits)
+        return common.num_actual_tokens <= self.largest_full_graph

@@ -1,13 +1,12 @@
-"""A layer of the CUDA backend: FlashAttention, selection, compaction and the one-head view."""
+"""What the CUDA backends' layers have in common: reading and moving entries, the one-head view."""
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionLayer, AttentionType
-from vllm.v1.attention.backends import flash_attn
-from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 from vllm_kvselect.compaction import gather_entries, gather_from_blocks, scatter_entries
 from vllm_kvselect.config import ConfigError
@@ -17,6 +16,7 @@ from vllm_kvselect.engine.headwise_impl import HeadwiseImpl, refuse_layer
 from vllm_kvselect.engine.memory import all_layers
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.methods import Twins
+from vllm_kvselect.page_table import PageTable
 
 
 def one_head_view(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,19 +29,27 @@ def one_head_view(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor,
 
     Returns:
         Keys and values, `[num_layers * num_blocks * num_kv_heads, block_size, 1, head_size]` each,
-        the same memory, with the strides that FlashAttention wants.
+        the same memory, with the strides that TMA wants.
     """
     pages = all_layers(kv_cache).flatten(0, 1).unsqueeze(2)
     key, value = pages.split(head_size, dim=-1)
     return canonicalize_singleton_dim_strides(key), canonicalize_singleton_dim_strides(value)
 
 
-class HeadwiseFlashAttentionImpl(HeadwiseImpl, FlashAttentionImpl):
-    """vLLM's FlashAttention, plus selection, packing and the one-head view.
+class CudaImpl(HeadwiseImpl):
+    """Selection, packing and the one-head view, put in front of vLLM's impl of a backend.
 
     A step's entries are in the cache before `forward` is called. With an fp8 cache, what is scored
     is what attention reads: quantised keys and values, and the queries as they are handed over.
     """
+
+    alibi_slopes: Any
+    sinks: torch.Tensor | None
+    sliding_window: tuple[int, int]
+    logits_soft_cap: float
+    kv_sharing_target_layer_name: str | None
+    attn_type: str
+    kv_cache_dtype: str
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -52,8 +60,6 @@ class HeadwiseFlashAttentionImpl(HeadwiseImpl, FlashAttentionImpl):
             a_logits_soft_cap=self.logits_soft_cap != 0,
             a_KV_cache_shared_between_layers=self.kv_sharing_target_layer_name is not None,
             attention_other_than_a_decoder=self.attn_type != AttentionType.DECODER,
-            # It takes blocks of 128 tokens and tables cut to the batch's longest request.
-            heads_of_256_channels_on_Blackwell=self.fa4_hd256,
         )
         self._is_quantized = is_quantized_kv_cache(self.kv_cache_dtype)
 
@@ -117,28 +123,28 @@ class HeadwiseFlashAttentionImpl(HeadwiseImpl, FlashAttentionImpl):
                 batch.queries // self.num_kv_heads, batch.queries % self.num_kv_heads
             ]
         part = grouped_output[batch.queries]
-        # One head, so a scale for every sequence.
-        scales = (len(table.seq_lens), 1)
-        flash_attn.flash_attn_varlen_func(
-            q=grouped_query,
-            k=self._key_pages,
-            v=self._value_pages,
-            out=part,
-            cu_seqlens_q=batch.query_start_loc,
-            max_seqlen_q=batch.max_query_len,
-            seqused_k=table.seq_lens,
-            max_seqlen_k=batch.max_seq_len,
-            softmax_scale=self.scale,
-            causal=True,
-            block_table=table.pages,
-            fa_version=self.vllm_flash_attn_version,
-            q_descale=layer._q_scale.expand(scales) if self.supports_quant_query_input else None,
-            k_descale=layer._k_scale.expand(scales),
-            v_descale=layer._v_scale.expand(scales),
-            num_splits=batch.num_splits,
-        )
+        self._attend(layer, grouped_query, table, batch, part)
         if not isinstance(batch.queries, slice):
             grouped_output[batch.queries] = part
+
+    @abstractmethod
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        table: PageTable,
+        batch: HeadwiseBatch,
+        output: torch.Tensor,
+    ) -> None:
+        """The backend's own call, over pages of single heads.
+
+        Args:
+            layer: vLLM's layer, with its scales.
+            query: `[num_queries, group, head_size]`, a sequence for each row and head.
+            table: Pages and lengths of these sequences.
+            batch: Where their queries start and what bounds their lengths.
+            output: Written in place, shaped as `query`.
+        """
 
     def _at_hand(
         self, key: torch.Tensor, value: torch.Tensor, tokens: slice

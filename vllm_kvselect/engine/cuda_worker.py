@@ -3,13 +3,12 @@
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_kvselect.engine.checks import may_pool
-from vllm_kvselect.engine.cuda_backend import HeadwiseFlashAttentionMetadataBuilder
+from vllm_kvselect.engine.checks import CUDA_BACKENDS, may_pool
+from vllm_kvselect.engine.cuda_backend import CudaMetadataBuilder
 from vllm_kvselect.engine.cuda_tables import buffer_bytes
 from vllm_kvselect.engine.hooks import hook_full_graphs
 from vllm_kvselect.engine.spec import HeadwiseSpec
@@ -23,11 +22,10 @@ logger = init_logger(__name__)
 class EvictionGPUWorker(EvictionWorker, Worker):
     """Runs the model with eviction. Only engines that ask for eviction use this worker."""
 
-    backend = "vllm_kvselect.engine.cuda_backend.HeadwiseFlashAttentionBackend"
-    replaces = AttentionBackendEnum.FLASH_ATTN
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.replaces = self.vllm_config.attention_config.backend
+        self.backend = CUDA_BACKENDS[self.replaces]
         self._is_prefilling = False
 
     def _load_kernels(self) -> Twins:
@@ -56,7 +54,7 @@ class EvictionGPUWorker(EvictionWorker, Worker):
     def compile_or_warm_up_model(self) -> Any:
         """Launches every kernel once before graphs are captured, then as vLLM."""
         for builder in self._builders:
-            assert isinstance(builder, HeadwiseFlashAttentionMetadataBuilder)
+            assert isinstance(builder, CudaMetadataBuilder)
             warm_up(builder, self._methods(), self._eviction)
         return super().compile_or_warm_up_model()
 

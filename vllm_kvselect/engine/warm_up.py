@@ -13,7 +13,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.cuda_backend import HeadwiseFlashAttentionMetadataBuilder
+from vllm_kvselect.engine.cuda_backend import CudaMetadataBuilder
 from vllm_kvselect.engine.prompts import Prompt
 from vllm_kvselect.methods import METHODS
 from vllm_kvselect.retention import plan
@@ -23,7 +23,7 @@ _LONGEST = 16384
 
 
 def warm_up(
-    builder: HeadwiseFlashAttentionMetadataBuilder,
+    builder: CudaMetadataBuilder,
     methods: Iterable[str],
     eviction: EvictionConfig,
 ) -> None:
@@ -48,7 +48,7 @@ def warm_up(
     builder.state.clear()
 
 
-def _lengths(builder: HeadwiseFlashAttentionMetadataBuilder, config: EvictionConfig) -> list[int]:
+def _lengths(builder: CudaMetadataBuilder, config: EvictionConfig) -> list[int]:
     """The shortest aligned prompt that drops entries, one that is not aligned, and longer ones."""
     block_size, limit = builder.block_size, builder.vllm_config.model_config.max_model_len
     aligned = takewhile(lambda length: length < limit, count(block_size, block_size))
@@ -61,7 +61,7 @@ def _lengths(builder: HeadwiseFlashAttentionMetadataBuilder, config: EvictionCon
     return [first, first + 1, *doubled]
 
 
-def _pack(builder: HeadwiseFlashAttentionMetadataBuilder, prompt: Prompt, num_new: int) -> None:
+def _pack(builder: CudaMetadataBuilder, prompt: Prompt, num_new: int) -> None:
     """Packs a prompt whose last `num_new` tokens are computed in this step."""
     split = builder.splitter(lambda _: [prompt]).split(_common(builder, prompt.num_tokens, num_new))
     assert split is not None
@@ -75,9 +75,7 @@ def _pack(builder: HeadwiseFlashAttentionMetadataBuilder, prompt: Prompt, num_ne
             layer.impl.pack(query, key, key, layer.kv_cache, completion)
 
 
-def _common(
-    builder: HeadwiseFlashAttentionMetadataBuilder, seq_len: int, num_new: int
-) -> CommonAttentionMetadata:
+def _common(builder: CudaMetadataBuilder, seq_len: int, num_new: int) -> CommonAttentionMetadata:
     """vLLM's metadata of a single row in the null block."""
     device = builder.device
     starts, lens = (
