@@ -12,6 +12,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("XFORMERS_ENABLE_TRITON", "1")  # without a GPU too
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

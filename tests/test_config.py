@@ -47,6 +47,7 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     ({"allow_override": ["window"]}, "allow_override = 'window'", "'method' or 'budget'"),
     ({"allow_override": "budget"}, "allow_override = 'budget'", "valid tuple"),
     ({"check_integrity": 1}, "check_integrity = 1", "valid boolean"),
+    ({"decode_attention": "flash"}, "decode_attention = 'flash'", "'backend' or 'xformers'"),
     ({"budgets": 512}, "unknown key 'budgets'", "accepted keys: method, budget, window"),
     ({1: 2}, "1 = ", "strings"),
 ]

@@ -74,6 +74,8 @@ class EvictionConfig(BaseModel):
         lam: Weight, in windows, of the even prior with which ThetaKV smooths attention.
         num_sinks: First tokens that `streaming-llm` retains besides the latest ones.
         seed: Seed of `random`.
+        decode_attention: Whose kernel attends to what is retained: the attention backend's, or
+            xformers' `triton_splitk` (CUDA, extra `xformers`) for rows with one query.
         allow_override: Fields that a request may change for itself (see `vllm_kvselect.request`).
             None by default: clients then cannot ask for more memory than the operator planned.
         check_integrity: Whether the scheduler checks all blocks after every step and stops requests
@@ -98,6 +100,7 @@ class EvictionConfig(BaseModel):
     lam: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
     num_sinks: Annotated[int, Field(ge=0)] = 4
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    decode_attention: Literal["backend", "xformers"] = "backend"
     allow_override: tuple[OverrideName, ...] = ()
     check_integrity: bool = False
 

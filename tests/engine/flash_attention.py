@@ -90,7 +90,8 @@ def flash_attn_varlen_func(**given: Any) -> torch.Tensor:
         assert given[name].shape == (num_sequences, num_kv_heads)
     assert given["fa_version"] == 3
     assert given["causal"] is True
-    assert given["window_size"] in (None, [-1, -1])
+    before, after = given["window_size"] or (-1, -1)
+    assert after == (-1 if before == -1 else 0)
     assert isinstance(given["num_splits"], int)
     if given["scheduler_metadata"] is not None:
         assert given["scheduler_metadata"].dtype == torch.int32
@@ -109,21 +110,28 @@ def flash_attn_varlen_func(**given: Any) -> torch.Tensor:
         query = q[first:last].double() * given["q_descale"][sequence, 0]
         key *= given["k_descale"][sequence][:, None]
         value *= given["v_descale"][sequence][:, None]
-        out[first:last] = attention(query, key, value, given["softmax_scale"]).to(out.dtype)
+        result = attention(query, key, value, given["softmax_scale"], before)
+        out[first:last] = result.to(out.dtype)
     return out
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, before: int = -1
 ) -> torch.Tensor:
-    """Causal, aligned to the last query; a query that sees nothing gets zeros."""
+    """Causal, aligned to the last query; a query that sees nothing gets zeros.
+
+    With `before >= 0` a query sees so many tokens before its own.
+    """
     group, (num_queries, num_keys) = query.shape[1] // key.shape[1], (len(query), len(key))
     if not num_keys or not num_queries:
         return torch.zeros_like(query)
     by_head = query.unflatten(1, (-1, group))
     logits = torch.einsum("qhgd,khd->hgqk", by_head, key) * scale
     last_seen = torch.arange(num_queries) + num_keys - num_queries
-    hidden = torch.arange(num_keys) > last_seen[:, None]
+    positions = torch.arange(num_keys)
+    hidden = positions > last_seen[:, None]
+    if before >= 0:
+        hidden |= positions < last_seen[:, None] - before
     weights = logits.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num()
     return torch.einsum("hgqk,khd->qhgd", weights, value).flatten(1, 2)
 

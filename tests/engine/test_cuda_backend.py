@@ -314,7 +314,6 @@ def test_the_backends_ask_for_one_layout(backend: Any) -> None:
     ("values", "reason"),
     [
         ({"alibi_slopes": [0.5] * 4}, "ALiBi"),
-        ({"sliding_window": 64}, "a sliding window"),
         ({"logits_soft_cap": 30.0}, "a logits soft cap"),
         ({"kv_sharing_target_layer_name": "x"}, "a KV cache shared between layers"),
         ({"sinks": torch.zeros(4)}, "attention sinks"),

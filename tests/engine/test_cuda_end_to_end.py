@@ -4,6 +4,7 @@ Only FlashAttention's calls have stand-ins. The answers are those of the CPU bac
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from tests.engine import flash_attention
 from tests.engine.conftest import EngineFactory
+from tests.engine.random_models import random_gemma3, random_prompts
 from vllm_kvselect.engine import arguments
 from vllm_kvselect.engine.cpu_worker import EvictionCPUWorker
 from vllm_kvselect.engine.cuda_backend import CudaMetadataBuilder
@@ -72,3 +74,18 @@ def test_answers_are_those_of_the_cpu_backend(
     with start_engine(EVICTION, NUM_BLOCKS, **SETTINGS) as engine:
         assert type(engine.impls[0]).__name__ == "HeadwiseCPUAttentionImpl"
         assert engine.generate(prompts, 100, extra_args) == on_device
+
+
+def test_sliding_windows_beside_full_attention_stay_vllms(
+    start_engine: EngineFactory, tmp_path: Path, on_flash_attention: pytest.MonkeyPatch
+) -> None:
+    settings = {**SETTINGS, "model": random_gemma3(tmp_path), "skip_tokenizer_init": True}
+    prompts, num_freed = random_prompts([200, 40, 170]), []
+    answers = []
+    for _ in ("FlashAttention", "CPU"):
+        with start_engine(EVICTION, 60, **settings) as engine:
+            answers.append(engine.generate(prompts, 60))
+            num_freed.append(engine.worker.kv_eviction_stats()["num_evicted"])
+        on_flash_attention.undo()
+    assert answers[0] == answers[1]
+    assert num_freed == [2, 2]

@@ -7,6 +7,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.engine import xformers_attention
 from vllm_kvselect.engine.spec import HeadwiseSpec, WindowSpec
 from vllm_kvselect.methods import METHODS
 from vllm_kvselect.retention import budget_entries
@@ -52,6 +53,7 @@ def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> Non
         *_window_problems(vllm_config, eviction),
         *_feature_problems(vllm_config),
         *_block_problems(vllm_config),
+        *_provider_problems(vllm_config, eviction),
         *settings_problems(vllm_config, eviction),
         *_scheduler_problems(vllm_config, eviction),
     ]
@@ -133,12 +135,15 @@ def _cuda_problems(vllm_config: VllmConfig) -> list[str]:
         "pipeline parallelism on CUDA": parallel.pipeline_parallel_size > 1,
     }
     problems += [f"{name} is not supported; switch it off" for name, on in features.items() if on]
-    if "sliding_attention" in _layer_types(vllm_config):
-        problems.append(
-            "layers with sliding windows are not supported on CUDA; serve this model without "
-            "--kv-eviction"
-        )
     return problems
+
+
+def _provider_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    if eviction.decode_attention == "backend":
+        return []
+    if platform_name() != "cuda":
+        return ["decode_attention = 'xformers' needs CUDA; leave it out"]
+    return xformers_attention.problems(vllm_config)
 
 
 def _layer_types(vllm_config: VllmConfig) -> set[str]:

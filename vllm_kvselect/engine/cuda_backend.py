@@ -22,6 +22,7 @@ from vllm_kvselect.engine.cuda_tables import HeadwiseTables
 from vllm_kvselect.engine.headwise import HeadwiseBuilder, HeadwiseMetadata
 from vllm_kvselect.engine.page_tables import SettledRows
 from vllm_kvselect.engine.prompts import Prompt
+from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.methods import Twins
 from vllm_kvselect.page_table import PageTable
@@ -96,6 +97,8 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def _start_layers(self, layers: list[Any], state: RetentionState, twins: Twins) -> None:
+        spec = self.kv_cache_spec
+        assert isinstance(spec, HeadwiseSpec)
         manager_block_size = self.vllm_config.cache_config.block_size
         if self.block_size != manager_block_size:
             raise ConfigError(
@@ -115,6 +118,8 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         for index, layer in enumerate(layers):
             dtype = self.vllm_config.model_config.dtype
             layer.impl.start(index, layer, state, self.tables, dtype, twins)
+            if spec.eviction.decode_attention == "xformers":
+                layer.impl.take_xformers()
 
     def build(
         self,

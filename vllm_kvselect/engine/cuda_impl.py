@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionLayer, AttentionType
 
 from vllm_kvselect.compaction import gather_entries, gather_from_blocks, scatter_entries
@@ -15,6 +15,7 @@ from vllm_kvselect.engine.cuda_tables import HeadwiseTables
 from vllm_kvselect.engine.headwise_impl import HeadwiseImpl, refuse_layer
 from vllm_kvselect.engine.memory import all_layers
 from vllm_kvselect.engine.state import RetentionState
+from vllm_kvselect.engine.xformers_attention import SplitKAttention
 from vllm_kvselect.methods import Twins
 from vllm_kvselect.page_table import PageTable
 
@@ -50,18 +51,20 @@ class CudaImpl(HeadwiseImpl):
     kv_sharing_target_layer_name: str | None
     attn_type: str
     kv_cache_dtype: str
+    _split_k: SplitKAttention | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if tuple(self.sliding_window) != (-1, -1):  # drops nothing, stays vLLM's
+            return
         refuse_layer(
             ALiBi=self.alibi_slopes is not None,
             attention_sinks=self.sinks is not None,
-            a_sliding_window=tuple(self.sliding_window) != (-1, -1),
             a_logits_soft_cap=self.logits_soft_cap != 0,
             a_KV_cache_shared_between_layers=self.kv_sharing_target_layer_name is not None,
             attention_other_than_a_decoder=self.attn_type != AttentionType.DECODER,
         )
-        self._is_quantized = is_quantized_kv_cache(self.kv_cache_dtype)
+        self._is_quantized = self.kv_cache_dtype.startswith("fp8")  # others are refused
 
     def start(
         self,
@@ -101,6 +104,10 @@ class CudaImpl(HeadwiseImpl):
             self._value_scale = layer._v_scale_float
         self._key_pages, self._value_pages = key, value
 
+    def take_xformers(self) -> None:
+        """Takes xformers' kernel for the decode call; called once the layer is started."""
+        self._split_k = SplitKAttention(self._key_pages, self._value_pages, self.scale)
+
     def _forward_headwise(
         self,
         layer: AttentionLayer,
@@ -123,7 +130,10 @@ class CudaImpl(HeadwiseImpl):
                 batch.queries // self.num_kv_heads, batch.queries % self.num_kv_heads
             ]
         part = grouped_output[batch.queries]
-        self._attend(layer, grouped_query, table, batch, part)
+        if self._split_k is not None and batch.max_query_len == 1:
+            self._split_k(grouped_query, table, batch.max_seq_len, part)
+        else:
+            self._attend(layer, grouped_query, table, batch, part)
         if not isinstance(batch.queries, slice):
             grouped_output[batch.queries] = part
 

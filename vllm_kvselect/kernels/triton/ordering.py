@@ -14,7 +14,8 @@ DIGITS = tl.constexpr(4)
 def sortable(values):
     """Keys, uint32 in the order of float32 values; what is no number comes first."""
     bits = values.to(tl.uint32, bitcast=True)
-    keys = tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+    # Not `~bits`: the interpreter of Triton 3.8 makes -1 of it.
+    keys = tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     keys = tl.where(values == 0, 0x80000000, keys)  # one zero
     return tl.where(values == values, keys, 0xFFFFFFFF).to(tl.uint32)
 
