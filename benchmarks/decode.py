@@ -63,12 +63,15 @@ def main(
     cases = list(product(_integers(batches), _integers(retained)))
     if any(entries % BLOCK_SIZE for _, entries in cases):
         raise BenchmarkError(f"--retained must be multiples of {BLOCK_SIZE}, not {retained}")
+    longest = max(entries for _, entries in cases) + DROPPED_BLOCKS * BLOCK_SIZE
+    # The first request decodes while those behind it are prefilled, in a few steps each.
+    before = max(batch for batch, _ in cases) * (1 + longest // 1024)
     stock: Job = {
         "model": model,
         "dtype": dtype,
         "enforce_eager": enforce_eager,
         "kv_bytes": kv_mib * MIB,
-        "max_model_len": max(r for _, r in cases) + DROPPED_BLOCKS * BLOCK_SIZE + steps + 8,
+        "max_model_len": longest + before + steps + 8,
         "steps": steps,
         "cases": cases,
         "eviction": None,

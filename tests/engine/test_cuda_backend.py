@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import flash_attn, triton_attn
@@ -308,6 +309,11 @@ def test_the_backends_ask_for_one_layout(backend: Any) -> None:
     assert backend.supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
     ours = CUDA_BACKENDS[AttentionBackendEnum[backend.get_name()]]
     assert resolve_obj_by_qualname(ours) is backend
+
+
+def test_vllms_compiler_fuses_no_quantisation_into_outputs(backend: Any) -> None:
+    impl = make_layers(backend).layers[0].impl
+    assert not impl.fused_output_quant_supported(kFp8StaticTensorSym)
 
 
 @pytest.mark.parametrize(

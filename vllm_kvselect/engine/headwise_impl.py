@@ -46,6 +46,17 @@ class HeadwiseImpl(ABC):
         self._layer_index, self._state, self._twins = layer_index, state, twins
         self._score_scale = self.scale
 
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """No output is quantised on the way: tokens past their prompts are written by other calls.
+
+        Args:
+            quant_key: What vLLM's compiler would fuse.
+
+        Returns:
+            False.
+        """
+        return False
+
     def forward(
         self,
         layer: AttentionLayer,
