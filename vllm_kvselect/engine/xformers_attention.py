@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 
 from vllm_kvselect.page_table import PageTable
 
-HEAD_SIZES = (16, 32, 64, 128, 256, 512)
+_HEAD_SIZES = (16, 32, 64, 128, 256, 512)
 _TILE = 64
 """Keys that a program of the kernel takes at once, and no more than a page has."""
 
@@ -36,7 +36,7 @@ def problems(vllm_config: VllmConfig) -> list[str]:
         "cannot be in a graph of a whole step: add -cc.cudagraph_mode=PIECEWISE": (
             vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         ),
-        f"does not take heads of {head_size} channels": head_size not in HEAD_SIZES,
+        f"does not take heads of {head_size} channels": head_size not in _HEAD_SIZES,
         f"does not take {model.dtype}: add --dtype bfloat16": (
             model.dtype not in (torch.bfloat16, torch.float16)
         ),
