@@ -343,6 +343,12 @@ def test_layers_that_the_one_head_view_cannot_express_are_refused(
         impl(4, HEAD_SIZE, 1.0, NUM_KV_HEADS, **{**settings, **values})
 
 
+def test_a_layer_with_a_sliding_window_may_have_what_others_may_not(backend: Any) -> None:
+    impl = backend.get_impl_cls()
+    settings = {"alibi_slopes": None, "kv_cache_dtype": "auto", "logits_soft_cap": 30.0}
+    assert impl(4, HEAD_SIZE, 1.0, NUM_KV_HEADS, sliding_window=64, **settings)
+
+
 @pytest.mark.parametrize("method", ["adakv-perturb", "layer-defensivekv", "h2o"])
 def test_warming_up_launches_what_prompts_need_and_leaves_no_trace(
     method: str,
