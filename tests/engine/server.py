@@ -9,17 +9,18 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_kvselect.tiny_model import tiny_model
 
-NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 100, 32, 2048
+T = TypeVar("T")
+NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 300, 32, 8192
 ENTRIES_PER_BLOCK = BLOCK_SIZE * 3 * 30
 BLOCK_BYTES = BLOCK_SIZE * 23040
 
@@ -70,6 +71,15 @@ def post(url: str, path: str = "/v1/completions", **body: Any) -> Any:
     return urllib.request.urlopen(request, timeout=120)
 
 
+@contextmanager
+def answering(url: str, prompt: list[int]) -> Iterator[None]:
+    """A request that answers until the block ends, when the server sees it hang up."""
+    max_tokens = MAX_MODEL_LEN - len(prompt)
+    with post(url, prompt=prompt, max_tokens=max_tokens, ignore_eos=True, stream=True) as stream:
+        stream.readline()  # the first token
+        yield
+
+
 def refusal(url: str, path: str = "/v1/completions", **body: Any) -> tuple[int, dict[str, Any]]:
     """Status and error of a request that is refused."""
     with pytest.raises(urllib.error.HTTPError) as caught:
@@ -79,7 +89,7 @@ def refusal(url: str, path: str = "/v1/completions", **body: Any) -> tuple[int, 
 
 def metrics(url: str) -> dict[str, float]:
     """Samples of `/metrics` by name, those of one name with labels other than vLLM's apart."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
         text = response.read().decode()
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -92,3 +102,13 @@ def metrics(url: str) -> dict[str, float]:
 def blocks_held(url: str) -> int:
     """Blocks in use by vLLM's own gauge, a share of all but the null block."""
     return round(metrics(url)["vllm:kv_cache_usage_perc"] * (NUM_BLOCKS - 1))
+
+
+def readings(read: Callable[[], T], is_last: Callable[[T], bool]) -> list[T]:
+    """What was read, again and again, up to the last, which is waited for."""
+    found = [read()]
+    deadline = time.monotonic() + 120
+    while not is_last(found[-1]):
+        assert time.monotonic() < deadline, found
+        found.append(read())
+    return found

@@ -8,37 +8,47 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.server import blocks_held, post, refusal
+from tests.engine.server import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    answering,
+    blocks_held,
+    post,
+    readings,
+    refusal,
+)
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.retention import plan
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]  # one server for all
-PROMPT_LEN, NUM_OUTPUT = 1500, 300  # long enough to be looked at while it runs
+PROMPT_LEN = 1500
 
 
 def test_a_long_prompt_holds_the_blocks_of_its_plan(server: str, text_tokens: list[int]) -> None:
-    prompt = text_tokens[:PROMPT_LEN]
-    with post(server, prompt=prompt, max_tokens=NUM_OUTPUT, ignore_eos=True, stream=True) as stream:
-        for _ in range(3):
-            stream.readline()  # two tokens, so the gauge has seen the first
-        readings = list(iter(lambda: blocks_held(server), 0))  # until the request is gone
-    retained = plan(PROMPT_LEN, 32, EvictionConfig(budget=256))
+    retained = plan(PROMPT_LEN, BLOCK_SIZE, EvictionConfig(budget=256))
     assert retained is not None
-    ends = (PROMPT_LEN + 1, PROMPT_LEN + NUM_OUTPUT)
-    first, last = (-(-n // 32) - retained.first_packed for n in ends)
-    assert (first, -(-PROMPT_LEN // 32)) == (9, 47)
+    num_prompt_blocks = -(-PROMPT_LEN // BLOCK_SIZE)
+    first = -(-(PROMPT_LEN + 1) // BLOCK_SIZE) - retained.first_packed
+    assert (first, num_prompt_blocks) == (9, 47)
+
+    def held() -> int:
+        return blocks_held(server)
+
+    with answering(server, text_tokens[:PROMPT_LEN]):
+        found = readings(held, lambda n: first + 2 <= n < num_prompt_blocks)
     # The gauge lags the stream: the first readings may still be those of the prefill.
-    while_decoding = list(itertools.dropwhile(lambda num_blocks: num_blocks == 47, readings))
-    assert while_decoding
-    assert set(while_decoding) <= set(range(first, last + 1))
+    while_answering = list(itertools.dropwhile(lambda n: n == num_prompt_blocks, found))
+    assert while_answering == sorted(while_answering)
+    assert while_answering[0] >= first
+    readings(held, lambda n: n == 0)
 
 
 def test_the_server_goes_on_after_a_request_it_cannot_serve(
     server: str, text_tokens: list[int]
 ) -> None:
-    status, error = refusal(server, prompt=text_tokens[:3000], max_tokens=8)
+    status, error = refusal(server, prompt=text_tokens[: MAX_MODEL_LEN + 100], max_tokens=8)
     assert status == 400
-    assert "2048" in error["message"]
+    assert str(MAX_MODEL_LEN) in error["message"]
     with post(server, prompt=text_tokens[:1000], max_tokens=8) as response:
         answer = json.load(response)
     assert answer["usage"]["completion_tokens"] == 8

@@ -1,7 +1,7 @@
 """Settings of single requests and metrics over HTTP."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from tests.engine.server import (
     BLOCK_BYTES,
     BLOCK_SIZE,
     ENTRIES_PER_BLOCK,
+    answering,
     blocks_held,
     metrics,
     post,
+    readings,
     refusal,
     serving,
 )
@@ -112,22 +114,18 @@ def test_metrics_are_those_of_the_plans(server: str, text_tokens: list[int]) -> 
 def test_blocks_saved_are_those_of_the_requests_that_run(
     server: str, text_tokens: list[int]
 ) -> None:
-    def is_answered(length: int) -> bool:
-        prompt = text_tokens[:length]
-        with post(server, prompt=prompt, max_tokens=300, ignore_eos=True) as response:
-            return response.status == 200
+    def num_saved() -> float:
+        return metrics(server)["vllm:kv_eviction_blocks_saved"]
 
-    seen = set()
-    with ThreadPoolExecutor() as pool:
-        answers = [pool.submit(is_answered, length) for length in (1400, 700)]
-        while not all(answer.done() for answer in answers):
-            seen.add(metrics(server)["vllm:kv_eviction_blocks_saved"])
-    assert all(answer.result() for answer in answers)
-    saved = num_freed(1400, budget=256), num_freed(700, budget=256)
-    # The requests begin and end apart, but run together most of the time.
-    assert seen <= {0, *saved, sum(saved)}
-    assert sum(saved) in seen
-    assert metrics(server)["vllm:kv_eviction_blocks_saved"] == 0
+    one, other = num_freed(1400, budget=256), num_freed(700, budget=256)
+    with answering(server, text_tokens[:1400]):
+        seen = readings(num_saved, lambda number: number == one)
+        with answering(server, text_tokens[:700]):
+            seen += readings(num_saved, lambda number: number == one + other)
+        seen += readings(num_saved, lambda number: number == one)
+    seen += readings(num_saved, lambda number: number == 0)
+    assert [number for number, _ in groupby(seen)][-4:] == [one, one + other, one, 0]
+    assert set(seen) == {0, one, one + other}
 
 
 def test_every_metric_of_the_dashboard_is_served(server: str) -> None:
@@ -145,26 +143,25 @@ def test_every_metric_of_the_dashboard_is_served(server: str) -> None:
 
 
 def test_top_shows_what_the_server_says(server: str, text_tokens: list[int]) -> None:
-    body = {"prompt": text_tokens[:1500], "max_tokens": 300, "ignore_eos": True, "stream": True}
-    frames = []
-    with post(server, **body) as stream:
-        for _ in range(5):
-            stream.readline()  # three tokens, so the gauges have seen the second
-        while held := blocks_held(server):
-            frames.append((Snapshot.fetch(server), held))
-    snapshots = [snapshot for snapshot, held in frames if snapshot.num_used == held]
-    assert snapshots
-    for snapshot in snapshots:
-        assert (snapshot.num_running, snapshot.num_waiting) == (1, 0)
-        assert snapshot.num_saved == num_freed(1500, budget=256) == 38
-        assert snapshot.num_needed == snapshot.num_used + 38
+
+    def frame() -> tuple[int, Snapshot, int]:
+        return blocks_held(server), Snapshot.fetch(server), blocks_held(server)
+
+    with answering(server, text_tokens[:1500]):
+        # Neither while the whole prompt is held nor while another block is taken.
+        *_, (held, snapshot, _) = readings(frame, lambda f: 0 < f[0] == f[2] < 47)
+    assert (snapshot.num_running, snapshot.num_waiting) == (1, 0)
+    assert snapshot.num_used == held
+    assert snapshot.num_saved == num_freed(1500, budget=256) == 38
+    assert snapshot.num_needed == held + 38
+    readings(lambda: blocks_held(server), lambda number: number == 0)
     result = CliRunner().invoke(app, ["top", "--once", "--url", server], env={"COLUMNS": "120"})
     assert result.exit_code == 0
     assert "blocks saved" in result.stdout
     assert "0 running, 0 waiting" in result.stdout
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(render(snapshots[0]))
+        console.print(render(snapshot))
     assert "1 running, 0 waiting" in capture.get()
 
 
