@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvselect.compaction import gather_entries
+from vllm_kvselect.compaction import gather_entries, read_entries, read_pages
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cpu
 from vllm_kvselect.methods import METHODS, Twins
@@ -17,6 +17,8 @@ from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selection import stage_1_mask
 
 BF16 = 2
+Reference = Callable[..., torch.Tensor]
+Fast = Callable[[Reference], Reference]
 
 
 class LayerShape(NamedTuple):
@@ -74,7 +76,7 @@ def parts(
 ) -> list[Part]:
     """The parts of one layer's selection for a prompt, each with its inputs ready."""
 
-    def fast(reference: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def fast(reference: Reference) -> Reference:
         return twins.get(reference, reference)
 
     method, block_size = METHODS[config.method], shape.block_size
@@ -93,13 +95,13 @@ def parts(
     stage_1 = stage_1_mask(scores, budgets, config.alpha)
     norms = needed_value_norms(scores, value, projection, stage_1, budgets, config.eps)
     num_norms = int((norms > 0).sum())
-    entry, row = shape.head_size * BF16, 4 * scores.numel()
+    row = 4 * scores.numel()
     products = 2 * shape.head_size * shape.kv_heads * shape.group
     return [
         Part(
             "window attention, pooled",
             lambda: fast(method.scorer)(query, key, scale, config),
-            shape.kv_heads * length * entry + row,
+            key.numel() * BF16 + row,
             products * config.window * length,
         ),
         Part(
@@ -116,10 +118,48 @@ def parts(
             2 * value.numel() * shape.head_size
             + 2 * num_norms * shape.head_size * shape.group * shape.hidden_size,
         ),
+        *(_reads_of_pages(shape, retained, num_tokens, fast) if device == "cpu" else []),
+        *(_reads_of_tensors(key, value, retained, fast) if device != "cpu" else []),
+    ]
+
+
+def _reads_of_tensors(
+    key: torch.Tensor, value: torch.Tensor, retained: torch.Tensor, fast: Fast
+) -> list[Part]:
+    """Reads where keys and values are at hand."""
+    num_tokens, num_bytes = value.shape[1], 4 * retained.numel() * value.shape[2] * BF16
+    gather = fast(gather_entries)
+    return [
         Part(
             "gathering",
-            lambda: [fast(gather_entries)(part, retained, num_tokens) for part in (key, value)],
-            4 * num_retained * entry,
+            lambda: [gather(part, retained, num_tokens) for part in (key, value)],
+            num_bytes,
+            0,
+        )
+    ]
+
+
+def _reads_of_pages(
+    shape: LayerShape, retained: torch.Tensor, num_tokens: int, fast: Fast
+) -> list[Part]:
+    """Reads where keys and values are in pages, whose elements stand in fours."""
+    size = shape.block_size * shape.head_size * BF16 // 8
+    num_pages = shape.kv_heads * num_tokens // shape.block_size
+    cache = torch.randint(2**62, (num_pages, 2 * size))
+    keys, values = torch.arange(2 * size, dtype=torch.int32).split(size)
+    pages = torch.randperm(num_pages)
+    slots = pages[retained // shape.block_size] * shape.block_size + retained % shape.block_size
+    return [
+        Part(
+            "reading values",
+            lambda: fast(read_pages)(cache, pages, values),
+            2 * 8 * num_pages * size,
+            0,
+        ),
+        Part(
+            "reading what is retained",
+            lambda: [fast(read_entries)(cache, slots, p, shape.block_size) for p in (keys, values)],
+            4 * retained.numel() * shape.head_size * BF16,
             0,
         ),
     ]

@@ -1,9 +1,9 @@
 """How selection grows with the prompt: its share of the prefill, and the memory it takes.
 
-The share is the plugin's own clock around selection and packing over stock vLLM's prefill of the
-same prompt, one prompt at a time, both in fresh processes by turns. Memory is what one layer's
-selection adds to the peak of a process's resident memory, on random tensors in the shape of the
-small model. The last line of the output is one JSON object.
+The shares are the plugin's own clock around selection and packing, before and after the first
+token, over stock vLLM's prefill of the same prompt, one prompt at a time, both in fresh processes
+by turns. Memory is what one layer's selection adds to the peak of a process's resident memory, on
+random tensors in the shape of the small model. The last line of the output is one JSON object.
 """
 
 import ctypes
@@ -88,28 +88,37 @@ def _row(index: int, length: int, measured: dict[str, list[Result]]) -> dict[str
     stock, plugin = (
         [each["prefill_seconds"][index] for each in measured[name]] for name in ("stock", "plugin")
     )
-    selection = [each["selection_seconds"][index] for each in measured["plugin"]]
-    shares = [ours / theirs for ours, theirs in zip(selection, stock, strict=True)]
+    before, after = (
+        [each[part][index] for each in measured["plugin"]]
+        for part in ("before_first_token", "after_first_token")
+    )
+    shares = [ours / theirs for ours, theirs in zip(before, stock, strict=True)]
+    total = [(b + a) / theirs for b, a, theirs in zip(before, after, stock, strict=True)]
     return {
         "tokens": length,
         "stock_seconds": round(statistics.median(stock), 4),
         "plugin_seconds": round(statistics.median(plugin), 4),
-        "selection_seconds": round(statistics.median(selection), 4),
+        "before_first_token_seconds": round(statistics.median(before), 4),
         "share": round(statistics.median(shares), 4),
+        "after_first_token_seconds": round(statistics.median(after), 4),
+        "share_of_both": round(statistics.median(total), 4),
     }
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
     table = Table(title="Selection by length of the prompt")
-    for column in ("tokens", "prefill, stock", "prefill, plugin", "selection", "share", "memory"):
+    seconds = ("prefill, stock", "prefill, plugin", "before first token", "after it")
+    for column in ("tokens", *seconds, "share before", "share of both", "memory"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
             str(row["tokens"]),
             f"{row['stock_seconds']:.3f} s",
             f"{row['plugin_seconds']:.3f} s",
-            f"{row['selection_seconds'] * 1e3:.1f} ms",
+            f"{row['before_first_token_seconds'] * 1e3:.1f} ms",
+            f"{row['after_first_token_seconds'] * 1e3:.1f} ms",
             f"{row['share']:.1%}",
+            f"{row['share_of_both']:.1%}",
             f"{row['memory_bytes'] / MIB:.1f} MiB",
         )
     table_console().print(table)
@@ -124,24 +133,30 @@ def measure(job: Job) -> Result:
 
     llm = LLM(**engine_arguments(job))
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
-    prefill, selection = [], []
+    prefill, before, after = [], [], []
     for length in job["lengths"]:
         prompts, _ = plain_prompts(tokenizer, job["num_prompts"] + 1, length)
-        _prefill(llm, prompts[-1:])  # what is done once for a length is done here
+        _generate(llm, prompts[-1:], 2)  # what is done once for a length is done here
+        empty_prefix_cache(llm)
+        prefill.append(_generate(llm, prompts[:-1], 1))
         empty_prefix_cache(llm)
         reset_eviction_stats(llm, job)
-        prefill.append(_prefill(llm, prompts[:-1]))
+        _generate(llm, prompts[:-1], 2)
         stats = eviction_stats(llm, {**job, "prompts": prompts[:-1]})
-        selection.append(stats["selection_seconds"] / job["num_prompts"])
+        after.append(stats["later_seconds"] / job["num_prompts"])
+        before.append(stats["selection_seconds"] / job["num_prompts"] - after[-1])
         empty_prefix_cache(llm)
-    return {"prefill_seconds": prefill, "selection_seconds": selection, **describe(llm)}
+    parts = {"before_first_token": before, "after_first_token": after}
+    return {"prefill_seconds": prefill, **parts, **describe(llm)}
 
 
-def _prefill(llm: "LLM", prompts: list[list[int]]) -> float:
-    """Seconds to the first token of a prompt, one after the other; the mean."""
+def _generate(llm: "LLM", prompts: list[list[int]], num_tokens: int) -> float:
+    """Mean seconds that prompts take, one after the other; to their first token if it is one."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+    )
     start = time.perf_counter()
     for prompt in prompts:
         llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)

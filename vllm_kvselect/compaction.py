@@ -115,6 +115,24 @@ def read_pages(cache: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -
     return cache.index_select(0, pages).index_select(1, places)
 
 
+def read_entries(
+    cache: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """Reads single entries out of pages of any inner order, a part of each entry.
+
+    Args:
+        cache: `[num_pages, num_elements]`, rows at any stride.
+        slots: Which entries, `page * block_size + offset`, `[n]` int64.
+        places: Which elements of a page, entry by entry, `[block_size * m]` int32.
+        block_size: Entries per page.
+
+    Returns:
+        `[n, m]`.
+    """
+    page, offset = slots // block_size, slots % block_size
+    return cache[page[:, None], places.view(block_size, -1)[offset]]
+
+
 def gather_entries(
     entries: torch.Tensor, retained: torch.Tensor, num_competing: int
 ) -> torch.Tensor:

@@ -33,6 +33,21 @@ class Candidates(NamedTuple):
             weights = torch.stack([layer.weights for layer in layers])
         return cls(scores, weights, torch.stack(norms) if norms else None)
 
+    @classmethod
+    def empty(cls, num_layers: int, layer: Self) -> Self:
+        """Room for layers like one, `[num_layers, num_kv_heads, num_tokens]`."""
+        scores = weights = layer.scores.new_empty(num_layers, *layer.scores.shape)
+        if layer.weights is not layer.scores:
+            weights = torch.empty_like(scores)
+        return cls(scores, weights, None if layer.norms is None else torch.empty_like(scores))
+
+    def of_layer(self, index: int) -> Self:
+        """The candidates of one of the stacked layers."""
+        scores = weights = self.scores[index]
+        if self.weights is not self.scores:
+            weights = self.weights[index]
+        return type(self)(scores, weights, None if self.norms is None else self.norms[index])
+
 
 def by_score(candidates: Candidates, even: int, config: EvictionConfig) -> torch.Tensor:
     """Ranks by score alone.

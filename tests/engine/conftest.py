@@ -146,8 +146,8 @@ def _engine(
 
 
 @contextmanager
-def preempting_all(num_answering: int) -> Iterator[list[int]]:
-    """Preempts all running requests once, when so many of them are in mid-answer.
+def preempting_all(num_answering: int, num_tokens: int = 2) -> Iterator[list[int]]:
+    """Preempts all running requests once, when so many of them have generated so many tokens.
 
     Yields the numbers of tokens that they had generated.
     """
@@ -156,7 +156,7 @@ def preempting_all(num_answering: int) -> Iterator[list[int]]:
 
     def schedule_and_preempt(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
         generated = [r.num_tokens - r.num_prompt_tokens for r in scheduler.running]
-        if not num_generated and sum(count > 0 for count in generated) >= num_answering:
+        if not num_generated and sum(count >= num_tokens for count in generated) >= num_answering:
             num_generated.extend(generated)
             scheduler.reset_prefix_cache(reset_running_requests=True)
         return schedule(scheduler, *args, **kwargs)

@@ -72,9 +72,10 @@ def recording(runner: Any) -> Iterator[Recorder]:
             recorder.add(runner, self._layer_index, tensors)
         return result
 
-    def retain_recorded(self: Any, query: Any, key: Any, value: Any, completion: Any) -> Any:
-        result = retain(self, query, key, value, completion)
-        recorder.retain(completion, self._layer_index, result.retained, *value.shape[:2])
+    def retain_recorded(self: Any, candidates: Any, value: Any, completion: Any) -> Any:
+        result = retain(self, candidates, value, completion)
+        shape = candidates.scores.shape
+        recorder.retain(completion, self._layer_index, result.retained, *shape)
         return result
 
     def retain_pool_recorded(self: Any, candidates: Any, completion: Any) -> Any:

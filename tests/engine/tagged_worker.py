@@ -8,6 +8,7 @@ the reading request must see.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -152,6 +153,7 @@ class TaggedWorker:
 
     def _update(self, output: SchedulerOutput) -> None:
         self.prompts.update(output)
+        self.prompts.finish_packing()
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
         for new in output.scheduled_new_reqs:
@@ -220,8 +222,8 @@ class TaggedWorker:
         self._read_stock(split)
         tokens = [row.tags[row.num_computed : row.seq_len] for row in self.rows]
         queries = torch.from_numpy(np.concatenate(tokens))
-        for partial in split.partial_windows:
-            partial.queries[:] = queries[partial.tokens][:, None, None]
+        for window in split.partial_windows:
+            window.queries[:] = queries[window.tokens][:, None, None]
             self.num_windows_in_chunks += 1
         for chunk in split.prompt_chunks:
             chunk.sums[:, :, chunk.first_position : chunk.end] += queries[chunk.tokens]
@@ -284,8 +286,10 @@ class TaggedWorker:
         for row, completion in zip(rows, split.completions, strict=True):
             require(completion.eviction == row.eviction, row.request_id, "has other settings")
             self._check_queries(row, completion, queries)
-            self._compare(row, completion.blocks.numpy(), row.num_prompt_tokens, "selection")
-            self._pack(row, completion)
+            if completion.later is None:
+                self._pack(row, completion)
+            else:
+                completion.later.append(partial(self._pack, row, completion))
 
     def _check_queries(self, row: Row, completion: Completion, queries: torch.Tensor) -> None:
         if row.eviction.method != "h2o":
@@ -313,17 +317,18 @@ class TaggedWorker:
         require(np.array_equal(read, expected), row.request_id, "scores with other queries")
 
     def _pack(self, row: Row, completion: Completion) -> None:
+        self._compare(row, completion.blocks.numpy(), row.num_prompt_tokens, "selection")
         assert row.retained
         num_freed, tail_start = row.retained.num_freed, row.retained.tail_start
         # Deterministic, as selection is: a resumed request retains what it retained before.
         random = Random(f"{row.request_id} retains")
         row.packed = []
         num_handed_out = 0
-        self.num_pools += completion.pool is not None
+        self.num_pools += completion.is_pooled
         packed = completion.blocks[num_freed:tail_start].tolist()
         # One run of pages for all layers, or one for each.
         for layers in (
-            [[*range(NUM_LAYERS)]] if completion.pool else [[i] for i in range(NUM_LAYERS)]
+            [[*range(NUM_LAYERS)]] if completion.is_pooled else [[i] for i in range(NUM_LAYERS)]
         ):
             codes = CODES[layers].flatten()
             num_pages = len(packed) * len(codes)
@@ -377,6 +382,7 @@ class TaggedWorker:
 
     def _compare_head(self, row: Row, layer: int, head: int, read: np.ndarray) -> None:
         assert row.retained
+        require(row.packed, f"decoding of {row.request_id} came before its packing")
         tail = np.arange(row.retained.tail_start * self.block_size, row.seq_len)
         expected = row.packed[layer][head], row.tags[tail] * CODES.size + CODES[layer, head]
         require(

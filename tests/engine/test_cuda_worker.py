@@ -90,8 +90,8 @@ def test_model_runner_v2_sends_reports_with_the_output(
 ) -> None:
     prompt = Prompt.planned(200, BLOCK_SIZE, EVICTION)
     assert prompt.plan
-    stopwatch = SimpleNamespace(seconds=0.25)
-    worker._states = [SimpleNamespace(completed=[prompt], stopwatch=stopwatch, num_evicted=1)]
+    state = SimpleNamespace(completed=[prompt], selection_seconds=0.25, num_evicted=1)
+    worker._states = [state]
     worker.use_v2_model_runner = True
     result = ModelRunnerOutput(req_ids=[], req_id_to_index={})
     output = SimpleNamespace(model_runner_output=result) if wrapped else result
@@ -105,7 +105,7 @@ def test_model_runner_v2_sends_reports_with_the_output(
     worker.execute_model(scheduled())
     worker.sample_tokens(None)
     assert result.kv_connector_output is None
-    stopwatch.seconds = 0.75  # the device has come to the end of another prompt
+    state.selection_seconds = 0.75  # the device has come to the end of another prompt
     worker.execute_model(scheduled())
     worker.sample_tokens(None)
     stats = result.kv_connector_output.kv_connector_stats.data[CONFIG_KEY]

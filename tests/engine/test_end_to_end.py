@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.engine.conftest import Engine, EngineFactory
+from tests.engine.conftest import Engine, EngineFactory, preempting_all
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine import cpu_worker
 from vllm_kvselect.engine.pool_scheduler import PoolScheduler
@@ -54,6 +55,57 @@ def test_decoding_requests_hold_the_blocks_of_their_plan(
     assert held[0] == 47
     assert held[1:200] == decode_blocks
     assert decode_blocks[0] == 9
+
+
+def test_the_first_token_waits_for_scores_only(
+    start_engine: EngineFactory, make_prompts: Any
+) -> None:
+    prompts = make_prompts([1000, 700])
+    with start_engine(ANY_METHOD, 100) as engine:
+        firsts = engine.generate_alone(prompts, 1)
+        stats = engine.worker.kv_eviction_stats()
+        assert stats["selection_seconds"] > 0
+        assert stats["later_seconds"] == stats["num_evicted"] == 0
+        assert not engine.worker._states[0].offsets.any()
+        answers = engine.generate_alone(prompts, 2)
+        stats = engine.worker.kv_eviction_stats()
+        assert stats["num_evicted"] == 2
+        assert 0 < stats["later_seconds"] < stats["selection_seconds"]
+    assert [a.token_ids[:1] for a in answers] == [first.token_ids for first in firsts]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_preempted_after_its_first_token_is_packed_once_it_resumed(
+    method: str, start_engine: EngineFactory, make_prompts: Any
+) -> None:
+    prompts, settings = make_prompts([900, 700]), [{"kv_eviction": method}] * 2
+    with start_engine(ANY_METHOD, 100, enable_prefix_caching=False) as engine:
+        alone = engine.generate_alone(prompts, 20, settings)
+        engine.worker.reset_kv_eviction_stats()
+        with preempting_all(2, num_tokens=1) as preempted:
+            answers = engine.generate(prompts, 20, settings)
+        assert preempted == [1, 1]
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == 2
+    assert answers == alone
+
+
+def test_blocks_of_a_request_that_ends_unpacked_are_the_next_ones(
+    start_engine: EngineFactory, make_prompts: Any
+) -> None:
+    """The pool holds one prompt at a time, so each is prefilled where the last one was to pack."""
+    prompts = make_prompts([1000, 1010, 990, 1020])
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False)
+        for n in (1, 12, 1, 12)
+    ]
+    with start_engine({"method": "adakv-perturb", "budget": 128}, 36, max_model_len=1100) as engine:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        results = engine.llm.generate(inputs, params, use_tqdm=False)
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == 2
+        engine.scheduler.reset_prefix_cache()
+        alone = engine.generate_alone(prompts, 12)
+    for result, param, answer in zip(results, params, alone, strict=True):
+        assert list(result.outputs[0].token_ids) == answer.token_ids[: param.max_tokens]
 
 
 def test_every_method_serves_and_drops_beside_all_others(

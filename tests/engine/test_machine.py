@@ -22,6 +22,7 @@ from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, Rows, Split, S
 from vllm_kvselect.engine.block_manager import HeadwiseManager
 from vllm_kvselect.engine.page_tables import SettledRows
 from vllm_kvselect.engine.pool_scheduler import PoolScheduler
+from vllm_kvselect.engine.prompts import LivePrompts, Prompt
 from vllm_kvselect.engine.whole_prompt import PromptChunk
 from vllm_kvselect.request import request_config
 from vllm_kvselect.retention import plan
@@ -223,6 +224,27 @@ def keep_page_tables_of_as_many_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SettledRows, "has_pages_of", same_shape)
 
 
+def pack_a_step_later(patch: pytest.MonkeyPatch) -> None:
+    finish, waited = LivePrompts.finish_packing, set[Prompt]()
+
+    def finish_later(live: LivePrompts) -> None:
+        late = [prompt for prompt in live if prompt.packing and prompt not in waited]
+        put_off = [(prompt, [*prompt.packing]) for prompt in late]
+        for prompt in late:
+            prompt.packing.clear()
+        finish(live)
+        for prompt, packing in put_off:
+            prompt.packing.extend(packing)
+        waited.clear()
+        waited.update(late)
+
+    patch.setattr(LivePrompts, "finish_packing", finish_later)
+
+
+def put_off_what_is_read_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Splitter, "_may_wait", lambda *_: True)
+
+
 Errors = type[Exception] | tuple[type[Exception], ...]
 Mutant = tuple[Callable[[pytest.MonkeyPatch], None], Errors, str]
 
@@ -263,6 +285,12 @@ MUTANTS: dict[str, Mutant] = {
         "of at most 0",
     ),
     "queries of a chunk forgotten": (forget_chunks_of_prompts, WrongEntryError, "sums other"),
+    "packed a step later": (pack_a_step_later, WrongEntryError, "decoding|selection"),
+    "packing put off though tokens follow": (
+        put_off_what_is_read_at_once,
+        WrongEntryError,
+        "decoding",
+    ),
     "partial windows forgotten": (forget_partial_windows, WrongEntryError, "window"),
     "the server's settings for a request's blocks": (
         plan_blocks_with_the_servers_settings,

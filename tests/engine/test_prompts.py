@@ -78,6 +78,7 @@ def test_a_pause_forgets_what_was_packed_and_summed(pause: dict[str, Any]) -> No
     a, b = (plan(n, BLOCK_SIZE, SERVER).first_packed for n in (500, 300))
     for name in "abc":
         prompts[name].is_packed = True
+        prompts[name].packing.append(lambda: None)
     prompts["a"].sums = prompts["b"].sums = torch.zeros(1)
     assert prompts.num_saved_blocks == a + b
     prompts.update(message(**pause))
@@ -85,6 +86,7 @@ def test_a_pause_forgets_what_was_packed_and_summed(pause: dict[str, Any]) -> No
     assert prompts["b"].sums is not None
     before = prompts["a"]
     assert before.sums is None
+    assert [len(prompts[name].packing) for name in "abc"] == [0, 1, 1]
     prompts.update(message(("a", 500, None)))  # as the second model runner resumes it
     assert prompts["a"] is before
     prompts.update(message(finished_req_ids={"b"}))

@@ -157,7 +157,8 @@ def test_every_rank_fills_the_same_number_of_pages(kind: str, served: dict[str, 
 
 @BOTH
 def test_requests_were_preempted_and_packed_again(kind: str, served: dict[str, Served]) -> None:
-    in_mid_answer = [count for count in served[kind].preempted if count > 0]
+    # After the first token alone a prompt is not packed yet.
+    in_mid_answer = [count for count in served[kind].preempted if count > 1]
     assert len(in_mid_answer) >= 5
     # A stage may have packed a prompt whose first token was still on its way.
     num_packed_again = {rank.stats["num_evicted"] - len(CASES[kind]) for rank in served[kind].ranks}

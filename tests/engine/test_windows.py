@@ -63,7 +63,8 @@ def served(start: EngineFactory) -> Served:
         preempting_all(4) as preempted,
     ):
         answers = engine.generate(PROMPTS, 40, extra_args)
-        num_packed_again = sum(count > 0 for count in preempted)
+        # One that had its first token only was yet to be packed.
+        num_packed_again = sum(count > 1 for count in preempted)
         assert engine.worker.kv_eviction_stats()["num_evicted"] == len(CASES) + num_packed_again
     return Served(answers, recorder)
 

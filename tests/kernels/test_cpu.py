@@ -232,10 +232,14 @@ def test_pages_and_entries_are_moved_as_they_are(dtype: torch.dtype) -> None:
     pages, places = torch.randperm(50)[:23], torch.randperm(128)[:96].to(torch.int32)
     expected = compaction.read_pages(cache, pages, places)
     assert torch.equal(cpu.read_pages(cache, pages, places), expected)
-    entries = torch.randn(30, 3, 2, 16).to(dtype)[:, :, 1].transpose(0, 1)
-    retained = torch.tensor([0, 5, 19, 20, 41, 59])
-    expected = compaction.gather_entries(entries, retained, 20)
-    assert torch.equal(cpu.gather_entries(entries, retained, 20), expected)
+    slots, block_size = torch.randperm(50 * 8)[:77], 8
+    expected = compaction.read_entries(cache, slots, places, block_size)
+    assert torch.equal(cpu.read_entries(cache, slots, places, block_size), expected)
+    page, offset = 49, 3  # an entry of which all is known
+    assert torch.equal(
+        compaction.read_entries(cache, torch.tensor([page * 8 + offset]), places, block_size)[0],
+        cache[page, places[offset * 12 : (offset + 1) * 12].long()],
+    )
 
 
 @every_method_case

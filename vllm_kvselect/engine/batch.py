@@ -4,7 +4,9 @@ A request's chunk is cut at the end of its prompt: up to there vLLM's attention 
 cache, beyond it the tokens read the retained entries only. Rows without a plan stay vLLM's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +16,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_kvselect.compaction import head_pages, packed_slots
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.page_tables import PageTables, SettledRows
-from vllm_kvselect.engine.pool import Pool
+from vllm_kvselect.engine.pool import KeptCandidates
 from vllm_kvselect.engine.prompts import PromptsOf
 from vllm_kvselect.engine.rows import (
     Rows,
@@ -53,7 +55,10 @@ class Completion:
             `[num_layers, n, num_heads, head_size]`, or None.
         sums: Scores of the whole prompt, `[num_layers, num_kv_heads, num_prompt_tokens]`, for the
             methods that sum them up chunk by chunk; else None.
-        pool: Where the layers meet, if they share the packed pages; else None.
+        is_pooled: Whether the layers share the packed pages.
+        later: Where a layer leaves what can wait for the next step: its part of the choice that
+            the answer's first token does not depend on. None if nothing can.
+        kept: Where it leaves its candidates then, or if it shares the packed pages.
     """
 
     eviction: EvictionConfig
@@ -69,7 +74,9 @@ class Completion:
     window_tokens: slice
     earlier_queries: torch.Tensor | None
     sums: torch.Tensor | None
-    pool: Pool | None
+    is_pooled: bool
+    later: list[Callable[[], None]] | None
+    kept: KeptCandidates | None
 
 
 @dataclass
@@ -260,7 +267,12 @@ class Splitter:
         pages = head_pages(blocks, self._num_kv_heads)
         num_earlier = num_computed - (num_prompt_tokens - window)
         earlier = self._state.window(prompt, num_earlier)
-        self._state.complete(prompt)
+        self._state.close_window(prompt)
+        is_pooled, waits = self._is_pooled(rows, row), self._may_wait(rows, row)
+        if waits:
+            prompt.packing.append(partial(self._state.complete, prompt))
+        else:
+            self._state.complete(prompt)
         sums, prompt.sums = prompt.sums, None
         return Completion(
             eviction=prompt.eviction,
@@ -280,11 +292,17 @@ class Splitter:
             window_tokens=slice(max(start, end - window), end),
             earlier_queries=earlier.queries[:, :num_earlier] if earlier else None,
             sums=sums,
-            pool=self._pool(rows, row),
+            is_pooled=is_pooled,
+            later=prompt.packing if waits else None,
+            kept=KeptCandidates(self._state.num_layers) if waits or is_pooled else None,
         )
 
-    def _pool(self, rows: Rows, row: int) -> Pool | None:
-        """Where the layers of a pooled request meet.
+    def _may_wait(self, rows: Rows, row: int) -> bool:
+        """Whether nobody reads what a prompt retains before the next step."""
+        return bool(rows.seq_lens[row] == rows.prompts[row].num_tokens)
+
+    def _is_pooled(self, rows: Rows, row: int) -> bool:
+        """Whether the layers of a request share its packed pages.
 
         Raises:
             RuntimeError: If the chunk goes on past the prompt. A layer would have to read what only
@@ -292,10 +310,10 @@ class Splitter:
         """
         prompt = rows.prompts[row]
         if not METHODS[prompt.eviction.method].pooled:
-            return None
+            return False
         if rows.seq_lens[row] > prompt.num_tokens:
             raise RuntimeError(f"a chunk of {prompt.eviction.method} runs past its prompt's end")
-        return Pool(self._state.num_layers)
+        return True
 
     def _prompt_chunks(self, rows: Rows, block_table: torch.Tensor) -> list[PromptChunk]:
         """Chunks of the prompts whose methods need the queries of all their tokens."""
@@ -322,10 +340,10 @@ class Splitter:
     def _partial_windows(self, rows: Rows) -> list[PartialWindow]:
         """Chunks that end after the window's first token and before the prompt's last."""
         window_start = rows.prompt_lens - self._window
-        partial = (rows.seq_lens > window_start) & (rows.seq_lens < rows.prompt_lens)
+        is_inside = (rows.seq_lens > window_start) & (rows.seq_lens < rows.prompt_lens)
         found = [
             self._partial_window(rows, row, int(window_start[row]))
-            for row in np.flatnonzero(partial)
+            for row in np.flatnonzero(is_inside)
             if rows.prompts[row].plan is not None
         ]
         return [window for window in found if window is not None]

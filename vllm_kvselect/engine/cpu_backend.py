@@ -12,7 +12,6 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_kvselect.compaction import gather_entries
 from vllm_kvselect.engine.batch import Completion, HeadwiseBatch
 from vllm_kvselect.engine.cpu_pages import PageCodec, one_head_view, write_entries
 from vllm_kvselect.engine.headwise import HeadwiseBuilder
@@ -83,30 +82,20 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
     def _read_keys(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         return self._codec.read_keys(kv_cache, pages)
 
+    def _read_values(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        return self._codec.read_values(kv_cache, pages)
+
     def _read(
         self, kv_cache: torch.Tensor, completion: Completion
     ) -> tuple[torch.Tensor, torch.Tensor]:
         key = self._codec.read_keys(kv_cache, completion.pages)
-        return key, self._codec.read_values(kv_cache, completion.competing_pages)
+        return key, self._read_values(kv_cache, completion.competing_pages)
 
-    def _move(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        retained: torch.Tensor,
-        completion: Completion,
+    def _move_slots(
+        self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
     ) -> None:
-        gather = self._twins.get(gather_entries, gather_entries)
-        key, value = (gather(entries, retained, value.shape[1]) for entries in (key, value))
-        write_entries(kv_cache, key, value, completion.slots, self._isa)
-
-    def _move_pool(
-        self, kv_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
-    ) -> None:
-        memory = all_layers(kv_cache)
-        key, value = self._codec.read_entries(memory, sources)
-        write_entries(memory, key, value, targets, self._isa)
+        key, value = self._codec.read_entries(cache, sources)
+        write_entries(cache, key, value, targets, self._isa)
 
     def _forward_headwise(
         self,

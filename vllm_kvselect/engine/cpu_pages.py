@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 import torch
 from vllm import _custom_ops as ops
 
-from vllm_kvselect.compaction import read_pages
+from vllm_kvselect.compaction import read_entries, read_pages
 from vllm_kvselect.methods import NO_TWINS, Twins
 
 _ENTRIES_AT_ONCE = 2**15
@@ -73,6 +73,7 @@ class PageCodec:
         learned = _learn_places(isa, dtype, block_size, head_size)
         self._keys, self._values = (_Places.of(places, dtype) for places in learned)
         self._read_pages = twins.get(read_pages, read_pages)
+        self._read_entries = twins.get(read_entries, read_entries)
 
     def read_keys(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         """Reads the keys of whole pages in token order.
@@ -105,11 +106,10 @@ class PageCodec:
         key, value = kv_cache.new_empty(2, len(slots), self.head_size)
         for start in range(0, len(slots), _ENTRIES_AT_ONCE):
             part = slice(start, start + _ENTRIES_AT_ONCE)
-            page, offset = slots[part] // self.block_size, slots[part] % self.block_size
             for entries, places in ((key, self._keys), (value, self._values)):
                 elements = one_head_view(kv_cache).flatten(1).view(places.dtype)
-                columns = places.indices.view(self.block_size, -1)[offset]
-                entries[part] = elements[page[:, None], columns].view(kv_cache.dtype)
+                read = self._read_entries(elements, slots[part], places.indices, self.block_size)
+                entries[part] = read.view(kv_cache.dtype)
         return key, value
 
     def _read(self, kv_cache: torch.Tensor, pages: torch.Tensor, places: "_Places") -> torch.Tensor:

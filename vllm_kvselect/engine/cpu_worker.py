@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_kvselect.engine.allocator import keep_freed_memory
 from vllm_kvselect.engine.worker import EvictionWorker
 from vllm_kvselect.kernels import cpu
 from vllm_kvselect.methods import NO_TWINS, Twins
@@ -22,6 +23,11 @@ class EvictionCPUWorker(EvictionWorker, CPUWorker):
     backend = "vllm_kvselect.engine.cpu_backend.HeadwiseCPUAttentionBackend"
     # On CPU the platform always asks for this one.
     replaces = AttentionBackendEnum.CPU_ATTN
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Loads the model; what is allocated from then on is kept when it is freed."""
+        super().load_model(**kwargs)
+        keep_freed_memory()
 
     def _load_kernels(self) -> Twins:
         """The CPU kernels; without them selection is slower, which is said and no more."""

@@ -22,6 +22,7 @@ from vllm_kvselect.engine.cuda_tables import HeadwiseTables
 from vllm_kvselect.engine.headwise import HeadwiseBuilder, HeadwiseMetadata
 from vllm_kvselect.engine.page_tables import SettledRows
 from vllm_kvselect.engine.prompts import Prompt
+from vllm_kvselect.engine.rows import Rows
 from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.methods import Twins
@@ -66,6 +67,9 @@ class DeviceSplitter(Splitter):
 
     def _block_id(self, blocks: torch.Tensor, index: int) -> torch.Tensor:
         return blocks[index : index + 1]
+
+    def _may_wait(self, rows: Rows, row: int) -> bool:
+        return False  # the device chooses while the host goes on
 
     def _table_of(self, rows: SettledRows) -> PageTable | None:
         rows.offsets = self._state.offsets.index_select(0, rows.first_packed_blocks)

@@ -167,6 +167,9 @@ class CudaImpl(HeadwiseImpl):
     def _read_keys(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         return self._entries(kv_cache, pages)[0]
 
+    def _read_values(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        return self._entries(kv_cache, pages)[1]
+
     def _read(
         self, kv_cache: torch.Tensor, completion: Completion
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,25 +197,18 @@ class CudaImpl(HeadwiseImpl):
         )
         return key, value.mul_(self._value_scale)
 
-    def _move(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        retained: torch.Tensor,
-        completion: Completion,
-    ) -> None:
+    def _move(self, kv_cache: torch.Tensor, retained: torch.Tensor, completion: Completion) -> None:
         gather = self._twins.get(gather_from_blocks, gather_from_blocks)
         scatter = self._twins.get(scatter_entries, scatter_entries)
-        entries = gather(kv_cache, completion.blocks, retained, value.shape[1])
+        num_competing = completion.plan.tail_start * completion.block_size
+        entries = gather(kv_cache, completion.blocks, retained, num_competing)
         scatter(kv_cache, completion.slots, entries)
 
-    def _move_pool(
-        self, kv_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
+    def _move_slots(
+        self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
     ) -> None:
         gather = self._twins.get(gather_entries, gather_entries)
         scatter = self._twins.get(scatter_entries, scatter_entries)
-        memory = all_layers(kv_cache)
         # One head whose tokens are the slots.
-        slots = memory.view(1, -1, memory.shape[-1])
-        scatter(memory, targets, gather(slots, sources, slots.shape[1]))
+        slots = cache.view(1, -1, cache.shape[-1])
+        scatter(cache, targets, gather(slots, sources, slots.shape[1]))

@@ -5,19 +5,29 @@ their prompts. A batch in which nobody drops anything takes vLLM's path from end
 """
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionLayer
 
-from vllm_kvselect.compaction import head_pages
+from vllm_kvselect.compaction import head_pages, retained_slots
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.batch import Completion, HeadwiseBatch
 from vllm_kvselect.engine.headwise import HeadwiseMetadata
-from vllm_kvselect.engine.pool import Pool, pool_moves
+from vllm_kvselect.engine.memory import all_layers
+from vllm_kvselect.engine.pool import pool_moves
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.engine.whole_prompt import PromptChunk, scorer_of
-from vllm_kvselect.methods import METHODS, Retention, Twins, retain, retain_pool, score_layer
+from vllm_kvselect.methods import (
+    METHODS,
+    Retention,
+    Twins,
+    needs_values,
+    retain_layer,
+    retain_pool,
+    score_layer,
+)
 from vllm_kvselect.ranking import Candidates
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
@@ -84,8 +94,8 @@ class HeadwiseImpl(ABC):
             )
         self._forward_stock(layer, query, key, value, kv_cache, attn_metadata, output)
         split = attn_metadata.split
-        for partial in split.partial_windows:
-            partial.queries[self._layer_index].copy_(query[partial.tokens])
+        for window in split.partial_windows:
+            window.queries[self._layer_index].copy_(query[window.tokens])
         if split.prompt_chunks or split.completions:
             with self._state.stopwatch:
                 for chunk in split.prompt_chunks:
@@ -135,27 +145,20 @@ class HeadwiseImpl(ABC):
         """Keys of whole pages in token order, `[num_kv_heads, n, head_size]`."""
 
     @abstractmethod
+    def _read_values(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """Values of whole pages in token order, `[num_kv_heads, n, head_size]`."""
+
+    @abstractmethod
     def _read(
         self, kv_cache: torch.Tensor, completion: Completion
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys of a prompt, values at least of what competes, `[num_kv_heads, n, head_size]`."""
 
     @abstractmethod
-    def _move(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        retained: torch.Tensor,
-        completion: Completion,
+    def _move_slots(
+        self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
     ) -> None:
-        """Moves what this layer retains into the packed blocks."""
-
-    @abstractmethod
-    def _move_pool(
-        self, kv_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
-    ) -> None:
-        """Moves what all layers retain, from slots to slots of the memory of all layers."""
+        """Moves entries from slots to slots of a layer's cache, or of the memory of all layers."""
 
     def _at_hand(
         self, key: torch.Tensor, value: torch.Tensor, tokens: slice
@@ -190,6 +193,9 @@ class HeadwiseImpl(ABC):
     ) -> None:
         """Selects what this layer retains of a prompt and moves it into the packed blocks.
 
+        Scores are computed now, while queries and keys are at hand; the rest waits for the next
+        step where it can, so that the first token does not wait for it.
+
         Args:
             query: Queries of the step, `[num_tokens, num_heads, head_size]`.
             key: Keys of the step, `[num_tokens, num_kv_heads, head_size]`.
@@ -199,39 +205,68 @@ class HeadwiseImpl(ABC):
         """
         tokens = completion.prompt_tokens
         at_hand = self._at_hand(key, value, tokens) if tokens is not None else None
-        key, value = at_hand or self._read(kv_cache, completion)
         num_competing = completion.plan.tail_start * kv_cache.shape[2]
+        key, value = at_hand or self._read(kv_cache, completion)
         value = value[:, :num_competing]
-        if completion.pool is not None:
-            self._join_pool(completion.pool, query, key, value, kv_cache, completion)
-            return
-        retention = self._retain(query, key, value, completion)
-        self._move(key, value, kv_cache, retention.retained, completion)
-        offsets = retention.offsets + self._layer_index * retention.offsets[-1]
-        self._state.store(completion.first_packed_block, offsets, self._layer_index)
+        candidates = score_layer(
+            *self._inputs(query, key, value, completion),
+            completion.eviction,
+            self._layer_index,
+            self._twins_of(completion),
+        )
+        if completion.kept is not None:
+            candidates = completion.kept.keep(self._layer_index, candidates)
+        if completion.later is None:
+            self._finish(candidates, value, kv_cache, completion)
+        else:
+            completion.later.append(partial(self._finish_later, candidates, kv_cache, completion))
 
-    def _join_pool(
+    def _finish_later(
+        self, candidates: Candidates, kv_cache: torch.Tensor, completion: Completion
+    ) -> None:
+        """Chooses from the candidates of an earlier step; what else it needs is in the cache."""
+        with self._state.later_stopwatch:
+            value = None
+            if not completion.is_pooled and needs_values(candidates, completion.eviction):
+                value = self._read_values(kv_cache, completion.competing_pages)
+            self._finish(candidates, value, kv_cache, completion)
+
+    def _finish(
         self,
-        pool: Pool,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        candidates: Candidates,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         completion: Completion,
     ) -> None:
-        """Scores this layer; the last one chooses for all and packs them."""
-        inputs = self._inputs(query, key, value, completion)
-        candidates = score_layer(
-            *inputs, completion.eviction, self._layer_index, self._twins_of(completion)
+        """Chooses from this layer's candidates and moves what is retained."""
+        if completion.is_pooled:
+            self._finish_pool(kv_cache, completion)
+            return
+        retention = self._retain(candidates, value, completion)
+        self._move(kv_cache, retention.retained, completion)
+        offsets = retention.offsets + self._layer_index * retention.offsets[-1]
+        self._state.store(completion.first_packed_block, offsets, self._layer_index)
+
+    def _move(self, kv_cache: torch.Tensor, retained: torch.Tensor, completion: Completion) -> None:
+        """Moves what this layer retains into the packed blocks."""
+        num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+        num_competing = completion.plan.tail_start * block_size
+        sources = retained_slots(
+            retained, num_competing, completion.blocks, num_kv_heads, block_size, num_blocks
         )
-        stacked = pool.join(self._layer_index, candidates)
-        if stacked is None:
+        self._move_slots(kv_cache, sources, completion.slots)
+
+    def _finish_pool(self, kv_cache: torch.Tensor, completion: Completion) -> None:
+        """The last layer chooses for all and moves what they retain."""
+        assert completion.kept is not None
+        stacked = completion.kept.stacked
+        if stacked is None or self._layer_index != self._state.num_layers - 1:
             return
         retention = self._retain_pool(stacked, completion)
         moves = pool_moves(
             retention, completion.plan, completion.blocks, self._state.num_layers, kv_cache.shape
         )
-        self._move_pool(kv_cache, *moves)
+        self._move_slots(all_layers(kv_cache), *moves)
         # [num_layers * num_kv_heads + 1] -> [num_layers, num_kv_heads + 1], ends shared
         by_layer = retention.offsets.unfold(0, self.num_kv_heads + 1, self.num_kv_heads)
         self._state.store(completion.first_packed_block, by_layer)
@@ -242,16 +277,12 @@ class HeadwiseImpl(ABC):
         return retain_pool(candidates, *size, completion.eviction, self._twins)
 
     def _retain(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, completion: Completion
+        self, candidates: Candidates, value: torch.Tensor | None, completion: Completion
     ) -> Retention:
-        """Chooses the entries from keys and values `[num_kv_heads, num_tokens, head_size]`."""
-        return retain(
-            *self._inputs(query, key, value, completion),
-            completion.plan.num_packed,
-            completion.block_size,
-            completion.eviction,
-            self._layer_index,
-            self._twins_of(completion),
+        """Chooses the entries of this layer."""
+        size = (completion.plan.num_packed, completion.block_size)
+        return retain_layer(
+            candidates, value, self.output_projection, *size, completion.eviction, self._twins
         )
 
     def _inputs(

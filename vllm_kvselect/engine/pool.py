@@ -1,7 +1,7 @@
-"""A pool across layers: the layers of a prompt that share its packed pages are packed together.
+"""Candidates kept for later, of all layers: until all are scored, or until the next step.
 
-What a layer may retain is known once all are scored, so each leaves its candidates here, and the
-last one moves the entries of all. Until then every layer's cache is as it was.
+In a pool the layers of a prompt share its packed pages. What a layer may retain is known once all
+are scored, so the last one moves the entries of all. Until then every layer's cache is as it was.
 """
 
 import torch
@@ -12,33 +12,43 @@ from vllm_kvselect.ranking import Candidates
 from vllm_kvselect.retention import RetentionPlan
 
 
-class Pool:
-    """Candidates of the layers of one prompt, in the step that completes it.
+class KeptCandidates:
+    """Candidates of the layers of a prompt, in memory that is taken when the first one comes.
+
+    Small pieces kept in between a forward pass's large tensors would scatter what the allocator has
+    to reuse.
 
     Args:
-        num_layers: Layers that share the pages.
+        num_layers: Layers of the group.
     """
 
     def __init__(self, num_layers: int) -> None:
-        self._layers: dict[int, Candidates] = {}
-        self._num_layers = num_layers
+        self._num_layers, self._num_kept = num_layers, 0
+        self._stacked: Candidates | None = None
 
-    def join(self, layer_index: int, candidates: Candidates) -> Candidates | None:
-        """Adds a layer.
+    @property
+    def stacked(self) -> Candidates | None:
+        """The layers in order, `[num_layers, num_kv_heads, num_tokens]` each, once all are kept."""
+        return self._stacked if self._num_kept == self._num_layers else None
+
+    def keep(self, layer_index: int, candidates: Candidates) -> Candidates:
+        """Copies the candidates of a layer.
 
         Args:
             layer_index: The layer's place in the group.
             candidates: What competes in it, `[num_kv_heads, num_tokens]` each.
 
         Returns:
-            The candidates of all layers in order, stacked, if this was the last one; else None.
+            The copies.
         """
-        self._layers[layer_index] = candidates
-        if len(self._layers) < self._num_layers:
-            return None
-        stacked = Candidates.stack([self._layers[index] for index in range(self._num_layers)])
-        self._layers.clear()
-        return stacked
+        if self._stacked is None:
+            self._stacked = Candidates.empty(self._num_layers, candidates)
+        self._num_kept += 1
+        kept = self._stacked.of_layer(layer_index)
+        for copy, part in zip(kept, candidates, strict=True):
+            if copy is not None and part is not None:
+                copy.copy_(part)
+        return kept
 
 
 def pool_moves(

@@ -1,7 +1,7 @@
 """Prompts of the requests that live in a worker, each with its own settings and plan."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -28,6 +28,7 @@ class Prompt:
             `[num_layers, num_kv_heads, num_tokens]` float32. None before the first chunk and once
             the prompt is packed.
         num_summed: Tokens whose queries are in the sums.
+        packing: What is left to do to pack it before the next step, in order.
     """
 
     num_tokens: int
@@ -37,6 +38,7 @@ class Prompt:
     is_counted: bool = False
     sums: torch.Tensor | None = None
     num_summed: int = 0
+    packing: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
     def planned(cls, num_tokens: int, block_size: int, eviction: EvictionConfig) -> Self:
@@ -65,6 +67,9 @@ class LivePrompts:
 
     def __len__(self) -> int:
         return len(self._prompts)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self._prompts.values())
 
     def get(self, request_id: str | None) -> Prompt:
         """A request's prompt; one that drops nothing for the rows of a dummy batch."""
@@ -95,9 +100,21 @@ class LivePrompts:
             if request_id in self._prompts:
                 prompt = self._prompts[request_id]
                 prompt.is_packed, prompt.sums = False, None
+                prompt.packing.clear()  # its blocks are gone
         for request in scheduled.scheduled_new_reqs:
             # One that was preempted may come as new again: it is still the same prompt.
             self._prompts.setdefault(request.req_id, self._planned(request))
+
+    def finish_packing(self) -> None:
+        """Packs what the last step left, of the requests that still live.
+
+        Nobody has written to a prompt's blocks since then: those that the scheduler gave back are
+        written in the next forward pass at the earliest.
+        """
+        for prompt in self._prompts.values():
+            for pack in prompt.packing:
+                pack()
+            prompt.packing.clear()
 
     @property
     def num_saved_blocks(self) -> int:

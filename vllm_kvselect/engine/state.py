@@ -33,8 +33,10 @@ class RetentionState:
 
     Partial windows are keyed by the prompt, which the host knows without asking a device.
 
-    `completed` lists the prompts packed since the worker last took it, for its report; `version`
-    counts all that were, so that what was built from the offsets is known to be out of date.
+    `stopwatch` times what is done in the step that completes a prompt, `later_stopwatch` what is
+    done before the next one. `completed` lists the prompts packed since the worker last took it,
+    for its report; `version` counts all that were, so that what was built from the offsets is known
+    to be out of date.
 
     Args:
         num_blocks: Blocks of the KV cache.
@@ -56,7 +58,7 @@ class RetentionState:
         self.offsets = torch.zeros(
             num_blocks, num_layers, num_kv_heads + 1, dtype=torch.int32, device=device
         )
-        self.stopwatch = stopwatch(self.offsets.device)
+        self.stopwatch, self.later_stopwatch = (stopwatch(self.offsets.device) for _ in range(2))
         self.num_evicted = 0
         self.version = 0
         self.completed: list[Prompt] = []
@@ -101,14 +103,23 @@ class RetentionState:
     def clear(self) -> None:
         """Forgets everything: the state is as new."""
         self.offsets.zero_()
-        self.stopwatch.reset()
-        self.num_evicted = 0
+        self.reset_counts()
         self.completed.clear()
         self._windows.clear()
 
+    def reset_counts(self) -> None:
+        """Sets to zero what is only counted."""
+        self.stopwatch.reset()
+        self.later_stopwatch.reset()
+        self.num_evicted = 0
+
+    @property
+    def selection_seconds(self) -> float:
+        """Time spent choosing and packing."""
+        return self.stopwatch.seconds + self.later_stopwatch.seconds
+
     def complete(self, prompt: Prompt) -> None:
         """Takes note that a prompt is about to be packed."""
-        self.close_window(prompt)
         self.completed.append(prompt)
         self.num_evicted += 1
         self.version += 1

@@ -112,11 +112,13 @@ class EvictionWorker(ABC):
         """Counts since the start or the last reset.
 
         Returns:
-            `selection_seconds`: time spent choosing and packing; `num_evicted`: prompts packed;
-            `num_requests`: requests that live now, which no reset changes.
+            `selection_seconds`: time spent choosing and packing; `later_seconds`: what of it came
+            after the prompts' first tokens; `num_evicted`: prompts packed; `num_requests`: requests
+            that live now, which no reset changes.
         """
         return {
             "selection_seconds": self._selection_seconds,
+            "later_seconds": sum(state.later_stopwatch.seconds for state in self._states),
             "num_evicted": max((state.num_evicted for state in self._states), default=0),
             "num_requests": len(self._prompts),
         }
@@ -124,8 +126,7 @@ class EvictionWorker(ABC):
     def reset_kv_eviction_stats(self) -> None:
         """Sets the counts of `kv_eviction_stats` to zero."""
         for state in self._states:
-            state.stopwatch.reset()
-            state.num_evicted = 0
+            state.reset_counts()
         self._reported_seconds = 0.0
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -155,17 +156,21 @@ class EvictionWorker(ABC):
         return output
 
     def _begin_step(self, scheduled: SchedulerOutput) -> None:
-        """Takes note of what the scheduler says of a step."""
+        """Takes note of what the scheduler says of a step, and packs what the last one left."""
         self._prompts.update(scheduled)
+        self._prompts.finish_packing()
 
     def _report(self) -> StepReport | None:
         """What the step packed, or None if nothing changed.
 
-        Time that a device spends is known a few steps later, and reported then.
+        Time that a device spends is known a few steps later, and reported then. What the host
+        spends on a prompt in two steps is reported with the second one.
         """
         packed = {prompt for state in self._states for prompt in state.completed}
         for state in self._states:
             state.completed.clear()
+        if not packed and any(prompt.packing for prompt in self._prompts):
+            return None
         counted = [
             [prompt.num_tokens, prompt.plan.first_packed]
             for prompt in packed
@@ -182,7 +187,7 @@ class EvictionWorker(ABC):
 
     @property
     def _selection_seconds(self) -> float:
-        return sum(state.stopwatch.seconds for state in self._states)
+        return sum(state.selection_seconds for state in self._states)
 
     def _prompts_of(self, batch: CommonAttentionMetadata) -> list[Prompt]:
         """Prompts of a batch's rows, whose order both model runners know."""

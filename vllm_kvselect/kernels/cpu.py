@@ -162,11 +162,11 @@ def read_pages(cache: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -
     return _call("read_pages", cache, pages, places)
 
 
-def gather_entries(
-    entries: torch.Tensor, retained: torch.Tensor, num_competing: int
+def read_entries(
+    cache: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, block_size: int
 ) -> torch.Tensor:
-    """Twin of `compaction.gather_entries`."""
-    return _call("gather_entries", _rows(entries), retained, num_competing)
+    """Twin of `compaction.read_entries`."""
+    return _call("read_entries", cache, slots, places, block_size)
 
 
 def _call(operator: str, *arguments: object) -> torch.Tensor:
@@ -187,5 +187,5 @@ TWINS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     selection.stage_1_mask: stage_1_mask,
     selection.select: select,
     compaction.read_pages: read_pages,
-    compaction.gather_entries: gather_entries,
+    compaction.read_entries: read_entries,
 }

@@ -4,7 +4,9 @@ from vllm_kvselect.methods.choice import (
     NO_TWINS,
     Retention,
     Twins,
+    needs_values,
     retain,
+    retain_layer,
     retain_pool,
     score_layer,
 )
@@ -18,7 +20,9 @@ __all__ = [
     "Retention",
     "Scorer",
     "Twins",
+    "needs_values",
     "retain",
+    "retain_layer",
     "retain_pool",
     "score_layer",
 ]

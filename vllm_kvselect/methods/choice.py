@@ -66,13 +66,45 @@ def retain(
         The retained entries and the heads' runs.
     """
     layer = score_layer(query, key, value, output_projection, scale, config, layer_index, twins)
+    return retain_layer(layer, value, output_projection, num_packed, block_size, config, twins)
+
+
+def needs_values(candidates: Candidates, config: EvictionConfig) -> bool:
+    """Whether the second half of the choice needs values: norms are left to it, and wanted."""
+    return METHODS[config.method].two_stages and candidates.norms is None
+
+
+def retain_layer(
+    candidates: Candidates,
+    value: torch.Tensor | None,
+    output_projection: OutputProjection | None,
+    num_packed: int,
+    block_size: int,
+    config: EvictionConfig,
+    twins: Twins = NO_TWINS,
+) -> Retention:
+    """The second half of the choice, for a layer that shares its packed pages with no other.
+
+    Args:
+        candidates: What `score_layer` gave for the layer.
+        value: As in `retain`; None will do unless `needs_values`.
+        output_projection: Likewise.
+        num_packed: As in `retain`, with what follows.
+        block_size: Entries per page.
+        config: Method and parameters.
+        twins: Fast twins to call in place of the references.
+
+    Returns:
+        The retained entries and the heads' runs.
+    """
 
     def select_rest(budgets: torch.Tensor, num_retained: int) -> torch.Tensor:
+        assert value is not None
         assert output_projection is not None
         pruned = twins.get(select_pruned, select_pruned)
         retained: torch.Tensor = pruned(
-            layer.scores,
-            layer.weights,
+            candidates.scores,
+            candidates.weights,
             value,
             output_projection,
             budgets,
@@ -82,7 +114,8 @@ def retain(
         )
         return retained
 
-    return _choose(Candidates.stack([layer]), num_packed, block_size, config, twins, select_rest)
+    layer = Candidates.stack([candidates])
+    return _choose(layer, num_packed, block_size, config, twins, select_rest)
 
 
 def score_layer(
@@ -168,7 +201,7 @@ def _choose(
     pages = _allocate(method, allocator, ranking, num_packed, block_size, config)
     budgets = pages * block_size
     num_retained = num_packed * budgets.shape[0] * block_size
-    if method.two_stages and candidates.norms is None:
+    if needs_values(candidates, config):
         assert without_norms is not None
         retained = without_norms(budgets, num_retained)
     else:

@@ -113,16 +113,27 @@ Tensor adaptive_pages(const Tensor& scores, int64_t num_packed, int64_t block_si
   return at::tensor(pages, scores.options().dtype(at::kLong));
 }
 
-template <typename Element>
-void read_elements(const Tensor& cache, const Tensor& pages, const Tensor& places, Tensor& entries) {
+// Calls `function` with a null pointer of an integer as wide as the tensor's elements.
+template <typename Function>
+void dispatch_size(const Tensor& tensor, const Function& function) {
+  switch (tensor.element_size()) {
+    case 2: return function(static_cast<uint16_t*>(nullptr));
+    case 4: return function(static_cast<uint32_t*>(nullptr));
+    case 8: return function(static_cast<uint64_t*>(nullptr));
+    default: TORCH_CHECK(false, "elements of 2, 4 or 8 bytes, not ", tensor.scalar_type());
+  }
+}
+
+// Runs of `size` elements: the i-th from the page and out of the places that `run_at(i)` gives.
+template <typename Element, typename RunAt>
+void read_runs(const Tensor& cache, Tensor& runs, const RunAt& run_at) {
   const auto* in = static_cast<const Element*>(cache.const_data_ptr());
-  auto* out = static_cast<Element*>(entries.mutable_data_ptr());
-  const int64_t* page = pages.const_data_ptr<int64_t>();
-  const int32_t* place = places.const_data_ptr<int32_t>();
-  const int64_t size = places.numel();
-  at::parallel_for(0, pages.numel(), 8, [&](int64_t begin, int64_t end) {
+  auto* out = static_cast<Element*>(runs.mutable_data_ptr());
+  const int64_t size = runs.size(1), grain = divide_up(4096, size);
+  at::parallel_for(0, runs.size(0), grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const Element* __restrict from = in + page[i] * cache.stride(0);
+      const auto [page, place] = run_at(i);
+      const Element* __restrict from = in + page * cache.stride(0);
       Element* __restrict to = out + i * size;
       for (int64_t j = 0; j < size; ++j) to[j] = from[place[j]];
     }
@@ -133,30 +144,27 @@ void read_elements(const Tensor& cache, const Tensor& pages, const Tensor& place
 Tensor read_pages(const Tensor& cache, const Tensor& pages, const Tensor& places) {
   TORCH_CHECK(cache.stride(1) == 1 && pages.is_contiguous() && places.is_contiguous());
   Tensor entries = at::empty({pages.numel(), places.numel()}, cache.options());
-  if (cache.element_size() == 2)
-    read_elements<uint16_t>(cache, pages, places, entries);
-  else if (cache.element_size() == 4)
-    read_elements<uint32_t>(cache, pages, places, entries);
-  else if (cache.element_size() == 8)
-    read_elements<uint64_t>(cache, pages, places, entries);
-  else
-    TORCH_CHECK(false, "elements of 2, 4 or 8 bytes, not ", cache.scalar_type());
+  const int64_t* page = pages.const_data_ptr<int64_t>();
+  const int32_t* place = places.const_data_ptr<int32_t>();
+  dispatch_size(cache, [&](auto type) {
+    read_runs<element<decltype(type)>>(cache, entries, [&](int64_t i) { return std::pair(page[i], place); });
+  });
   return entries;
 }
 
-// Rows of [num_heads, num_tokens, size] at flat indices `head * num_competing + token`.
-Tensor gather_entries(const Tensor& entries, const Tensor& retained, int64_t num_competing) {
-  TORCH_CHECK(entries.stride(2) == 1 && retained.is_contiguous());
-  Tensor rows = at::empty({retained.numel(), entries.size(2)}, entries.options());
-  const int64_t bytes = entries.size(2) * entries.element_size(), size = entries.element_size();
-  const auto* in = static_cast<const char*>(entries.const_data_ptr());
-  auto* out = static_cast<char*>(rows.mutable_data_ptr());
-  const int64_t* flat = retained.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < retained.numel(); ++i)
-    std::memcpy(out + i * bytes,
-                in + (flat[i] / num_competing * entries.stride(0) +
-                      flat[i] % num_competing * entries.stride(1)) * size, bytes);
-  return rows;
+// Entries in chosen slots `page * block_size + offset`, their elements in the order of `places`.
+Tensor read_entries(const Tensor& cache, const Tensor& slots, const Tensor& places, int64_t block_size) {
+  TORCH_CHECK(cache.stride(1) == 1 && slots.is_contiguous() && places.is_contiguous());
+  const int64_t size = places.numel() / block_size;
+  Tensor entries = at::empty({slots.numel(), size}, cache.options());
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  const int32_t* place = places.const_data_ptr<int32_t>();
+  dispatch_size(cache, [&](auto type) {
+    read_runs<element<decltype(type)>>(cache, entries, [&](int64_t i) {
+      return std::pair(slot[i] / block_size, place + slot[i] % block_size * size);
+    });
+  });
+  return entries;
 }
 
 }  // namespace kvselect
@@ -174,5 +182,5 @@ TORCH_LIBRARY(vllm_kvselect, library) {
   library.def(
       "adaptive_pages(Tensor scores, int num_packed, int block_size, int share, int unit) -> Tensor", adaptive_pages);
   library.def("read_pages(Tensor cache, Tensor pages, Tensor places) -> Tensor", read_pages);
-  library.def("gather_entries(Tensor entries, Tensor retained, int num_competing) -> Tensor", gather_entries);
+  library.def("read_entries(Tensor cache, Tensor slots, Tensor places, int block_size) -> Tensor", read_entries);
 }

@@ -1,0 +1,40 @@
+"""Freed memory is kept: page faults of a process that takes and frees the same again and again."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import resource, sys, torch
+from vllm_kvselect.engine.allocator import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory() is (sys.argv[2] == "asked")
+def layer():
+    torch.ones(40 * 2**18)  # 40 MiB, freed at once
+for _ in range(8):
+    layer()  # the heap grows to what is needed
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(8):
+    layer()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def num_faults(*arguments: str, **environment: str) -> int:
+    command = [sys.executable, "-W", "ignore", "-c", FAULTS, *arguments]
+    env = {**os.environ, **environment}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return int(result.stdout.split()[-1])
+
+
+def test_memory_is_not_taken_anew_from_the_kernel() -> None:
+    by_default = num_faults("default", "")
+    if by_default < 1000:
+        pytest.skip("this system maps large pages, or has another allocator")
+    assert num_faults("keep", "asked") < by_default / 10
+
+
+def test_the_users_own_settings_are_left_alone() -> None:
+    num_faults("keep", "left", MALLOC_TRIM_THRESHOLD_="131072")
