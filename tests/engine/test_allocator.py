@@ -16,7 +16,7 @@ def layer():
 for _ in range(8):
     layer()  # the heap grows to what is needed
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(8):
+for _ in range(40):
     layer()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -33,7 +33,8 @@ def test_memory_is_not_taken_anew_from_the_kernel() -> None:
     by_default = num_faults("default", "")
     if by_default < 1000:
         pytest.skip("this system maps large pages, or has another allocator")
-    assert num_faults("keep", "asked") < by_default / 10
+    # The heap may still move once or twice, but not each time.
+    assert num_faults("keep", "asked") < by_default / 4
 
 
 def test_the_users_own_settings_are_left_alone() -> None:
