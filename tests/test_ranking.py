@@ -52,6 +52,24 @@ def test_stacked_weights_take_no_memory_of_their_own_where_they_are_the_scores()
     assert same.weights is same.scores
 
 
+def test_room_for_layers_has_what_a_layer_has() -> None:
+    layer = candidates()
+    same = layer._replace(weights=layer.scores, norms=None)
+    for one in (layer, same):
+        room = Candidates.empty(3, one)
+        for part, own in zip(room, one, strict=True):
+            assert (part is None) == (own is None)
+            assert part is None or own is None or part.shape == (3, *own.shape)
+        assert (room.weights is room.scores) == (one.weights is one.scores)
+    for part, own in zip(Candidates.stack([layer, layer]).of_layer(1), layer, strict=True):
+        assert part is not None
+        assert own is not None
+        assert torch.equal(part, own)
+    shared = Candidates.stack([same, same]).of_layer(1)
+    assert shared.weights is shared.scores
+    assert shared.norms is None
+
+
 def test_norms_are_needed_where_they_count() -> None:
     without = candidates()._replace(norms=None)
     for ranking in (by_bound, by_defence):

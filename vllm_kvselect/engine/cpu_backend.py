@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_kvselect.engine.batch import Completion, HeadwiseBatch
+from vllm_kvselect.engine.batch import HeadwiseBatch
 from vllm_kvselect.engine.cpu_pages import PageCodec, one_head_view, write_entries
 from vllm_kvselect.engine.headwise import HeadwiseBuilder
 from vllm_kvselect.engine.headwise_impl import HeadwiseImpl, refuse_layer
@@ -84,12 +84,6 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
 
     def _read_values(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         return self._codec.read_values(kv_cache, pages)
-
-    def _read(
-        self, kv_cache: torch.Tensor, completion: Completion
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        key = self._codec.read_keys(kv_cache, completion.pages)
-        return key, self._read_values(kv_cache, completion.competing_pages)
 
     def _move_slots(
         self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor

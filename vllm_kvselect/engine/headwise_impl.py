@@ -148,11 +148,12 @@ class HeadwiseImpl(ABC):
     def _read_values(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         """Values of whole pages in token order, `[num_kv_heads, n, head_size]`."""
 
-    @abstractmethod
     def _read(
         self, kv_cache: torch.Tensor, completion: Completion
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys of a prompt, values at least of what competes, `[num_kv_heads, n, head_size]`."""
+        key = self._read_keys(kv_cache, completion.pages)
+        return key, self._read_values(kv_cache, completion.competing_pages)
 
     @abstractmethod
     def _move_slots(
@@ -258,11 +259,10 @@ class HeadwiseImpl(ABC):
 
     def _finish_pool(self, kv_cache: torch.Tensor, completion: Completion) -> None:
         """The last layer chooses for all and moves what they retain."""
-        assert completion.kept is not None
-        stacked = completion.kept.stacked
-        if stacked is None or self._layer_index != self._state.num_layers - 1:
+        if self._layer_index < self._state.num_layers - 1:
             return
-        retention = self._retain_pool(stacked, completion)
+        assert completion.kept is not None
+        retention = self._retain_pool(completion.kept.stacked, completion)
         moves = pool_moves(
             retention, completion.plan, completion.blocks, self._state.num_layers, kv_cache.shape
         )

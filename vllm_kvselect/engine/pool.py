@@ -27,9 +27,11 @@ class KeptCandidates:
         self._stacked: Candidates | None = None
 
     @property
-    def stacked(self) -> Candidates | None:
-        """The layers in order, `[num_layers, num_kv_heads, num_tokens]` each, once all are kept."""
-        return self._stacked if self._num_kept == self._num_layers else None
+    def stacked(self) -> Candidates:
+        """The layers in order, `[num_layers, num_kv_heads, num_tokens]` each; all must be kept."""
+        assert self._stacked is not None
+        assert self._num_kept == self._num_layers
+        return self._stacked
 
     def keep(self, layer_index: int, candidates: Candidates) -> Candidates:
         """Copies the candidates of a layer.
