@@ -118,6 +118,7 @@ class Layer:
         value: `[num_kv_heads, num_prompt_tokens, head_size]`, the tail included.
         output_projection: `[num_kv_heads, head_size, group, hidden_size]`.
         prompt_query: Queries of the whole prompt, `[num_prompt_tokens, num_heads, head_size]`.
+        sinks: Attention sinks, `[num_heads]`, or None.
     """
 
     query: torch.Tensor
@@ -125,12 +126,20 @@ class Layer:
     value: torch.Tensor
     output_projection: torch.Tensor
     prompt_query: torch.Tensor
+    sinks: torch.Tensor | None = None
 
 
 def random_layer(
-    shape: Shape, seed: int, dtype: torch.dtype = torch.float64, hidden_size: int = 12
+    shape: Shape,
+    seed: int,
+    dtype: torch.dtype = torch.float64,
+    hidden_size: int = 12,
+    with_sinks: bool = False,
 ) -> Layer:
-    """Draws the inputs; heads differ in how sharply they attend, so that budgets differ."""
+    """Draws the inputs; heads differ in how sharply they attend, so that budgets differ.
+
+    Sinks, where there are some, take from next to nothing to most of a query head's attention.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*sizes: int) -> torch.Tensor:
@@ -148,4 +157,5 @@ def random_layer(
         value=value.to(dtype),
         output_projection=projection.to(dtype),
         prompt_query=torch.cat([earlier, query]).to(dtype),
+        sinks=(3 + 2 * normal(shape.num_heads)).to(dtype) if with_sinks else None,
     )

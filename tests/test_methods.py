@@ -1,6 +1,7 @@
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from tests import oracle
 from tests.method_cases import METHOD_CASES, MethodCase, every_method_case, every_pooled_case
@@ -33,6 +34,7 @@ def run(case: MethodCase, shape: Shape, layer: Layer, layer_index: int = 0) -> R
         shape.block_size,
         case.config(window=shape.window),
         layer_index,
+        sinks=layer.sinks,
     )
 
 
@@ -40,7 +42,12 @@ def run_pool(case: MethodCase, shape: Shape, layers: list[Layer]) -> Retention:
     config = case.config(window=shape.window)
     candidates = [
         score_layer(
-            *inputs(case, shape, layer), projection(case, layer), shape.scale, config, index
+            *inputs(case, shape, layer),
+            projection(case, layer),
+            shape.scale,
+            config,
+            index,
+            sinks=layer.sinks,
         )
         for index, layer in enumerate(layers)
     ]
@@ -55,6 +62,7 @@ def run_oracle(
         oracle.LayerInputs(
             *(tensor.tolist() for tensor in inputs(case, shape, layer)),
             layer.output_projection.tolist(),
+            None if layer.sinks is None else layer.sinks.tolist(),
         )
         for layer in layers
     ]
@@ -104,18 +112,24 @@ def test_every_method_says_where_it_comes_from_and_what_it_costs(name: str) -> N
 
 @every_method_case
 @few
-@given(shape=shapes(max_tokens=64), seed=seeds)
-def test_what_is_retained_equals_the_oracle(case: MethodCase, shape: Shape, seed: int) -> None:
-    layer = random_layer(shape, seed)
+@given(shape=shapes(max_tokens=64), seed=seeds, with_sinks=st.booleans())
+def test_what_is_retained_equals_the_oracle(
+    case: MethodCase, shape: Shape, seed: int, with_sinks: bool
+) -> None:
+    layer = random_layer(shape, seed, with_sinks=with_sinks)
     expected = run_oracle(case, shape, [layer], first_layer=seed % 3)
     check_equal(run(case, shape, layer, seed % 3), expected, shape.num_tokens)
 
 
 @every_pooled_case
 @few
-@given(shape=shapes(max_tokens=32), seed=seeds)
-def test_what_a_pool_retains_equals_the_oracle(case: MethodCase, shape: Shape, seed: int) -> None:
-    layers = [random_layer(shape, seed + index) for index in range(2 + seed % 2)]
+@given(shape=shapes(max_tokens=32), seed=seeds, with_sinks=st.booleans())
+def test_what_a_pool_retains_equals_the_oracle(
+    case: MethodCase, shape: Shape, seed: int, with_sinks: bool
+) -> None:
+    layers = [
+        random_layer(shape, seed + index, with_sinks=with_sinks) for index in range(2 + seed % 2)
+    ]
     retention = run_pool(case, shape, layers)
     check_equal(retention, run_oracle(case, shape, layers), shape.num_tokens)
     check_conserved(retention, shape, len(layers))

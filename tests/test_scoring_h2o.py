@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -23,32 +25,42 @@ def test_scores_equal_the_oracle(shape: Shape, seed: int) -> None:
 
 
 @some
-@given(data=st.data(), shape=shapes(max_tokens=48), seed=seeds, block=st.integers(1, 20_000))
+@given(
+    data=st.data(),
+    shape=shapes(max_tokens=48),
+    seed=seeds,
+    block=st.integers(1, 20_000),
+    with_sinks=st.booleans(),
+)
 def test_chunks_add_up_whatever_their_sizes(
-    data: st.DataObject, shape: Shape, seed: int, block: int
+    data: st.DataObject, shape: Shape, seed: int, block: int, with_sinks: bool
 ) -> None:
-    layer, length = random_layer(shape, seed), shape.num_prompt_tokens
+    layer = random_layer(shape, seed, with_sinks=with_sinks)
+    length = shape.num_prompt_tokens
     cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=4)))
     total = torch.zeros(shape.num_kv_heads, length, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(h2o, "_BLOCK_ELEMENTS", block)
         for start, stop in zip([0, *cuts], [*cuts, length], strict=True):
             query = layer.prompt_query[start:stop]
-            total[:, :stop] += accumulate(query, layer.key[:, :stop], start, shape.scale)
-    whole = accumulate(layer.prompt_query, layer.key, 0, shape.scale)
+            key = layer.key[:, :stop]
+            total[:, :stop] += accumulate(query, key, start, shape.scale, layer.sinks)
+    whole = accumulate(layer.prompt_query, layer.key, 0, shape.scale, layer.sinks)
     torch.testing.assert_close(total, whole, rtol=1e-12, atol=0)
-    # Every query pays an attention of 1 in all.
-    torch.testing.assert_close(
-        whole.sum(dim=1), torch.full((shape.num_kv_heads,), length, dtype=torch.float64)
-    )
+    # Every query pays an attention of 1 in all, or less if a sink takes its share.
+    paid = torch.full((shape.num_kv_heads,), length, dtype=torch.float64)
+    if with_sinks:
+        assert (whole.sum(dim=1) < paid).all()
+    else:
+        torch.testing.assert_close(whole.sum(dim=1), paid)
 
 
 def test_memory_is_bounded_by_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     attention = h2o.window_attention
 
-    def recorded(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
-        rows = attention(query, key, scale)
+    def recorded(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        rows = attention(query, *others)
         sizes.append(rows.numel())
         return rows
 

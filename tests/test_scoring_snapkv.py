@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import oracle
-from tests.strategies import Shape, few, kv_heads, many, random_layer, seeds, shapes, some
+from tests.strategies import Layer, Shape, few, kv_heads, many, random_layer, seeds, shapes, some
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scoring.snapkv import max_pool, mean_pool, snapkv_scores, window_attention
 
@@ -14,9 +14,7 @@ kernel_sizes = st.sampled_from((1, 3, 7, 101))
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 
 
-def relative_bound(
-    query: torch.Tensor, key: torch.Tensor, scale: float, unit: float, num_rows: int
-) -> float:
+def relative_bound(layer: Layer, scale: float, unit: float, num_rows: int) -> float:
     """Largest relative error of a score computed with unit roundoff `unit`, whatever the order.
 
     Inputs convert exactly. A logit takes one rounding of `scale * q` and a dot product of
@@ -30,37 +28,40 @@ def relative_bound(
     (num_rows + 1) u. Pooling picks one of the values and adds nothing. With two units to spare for
     the second order:
         |error| / score <= exp(2 (d + u r + 4 u) + (num_tokens + num_rows + 4) u) - 1.
+    A sink is one more logit in the spread and one more term of the sum, and has no error itself.
     """
-    head_size, num_tokens = query.shape[-1], key.shape[1]
+    query, key = layer.query.double(), layer.key.double()
+    head_size, num_tokens = query.shape[-1], key.shape[1] + 1
     largest = scale * max(
         fsum(abs(a * b) for a, b in zip(q, k, strict=True))
         for head, keys in enumerate(key.tolist())
         for k in keys
         for q in query.chunk(key.shape[0], dim=1)[head].flatten(0, 1).tolist()
     )
+    spread = largest
+    if layer.sinks is not None:
+        spread = max(largest, float(layer.sinks.abs().max()))
     terms = head_size + 1
     logit = terms * unit / (1 - terms * unit) * largest
-    factor = 2 * (logit + unit * 2 * largest + 4 * unit)
+    factor = 2 * (logit + unit * 2 * spread + 4 * unit)
     return expm1(factor + (num_tokens + num_rows + 4) * unit)
 
 
-def check_scores(shape: Shape, seed: int, kernel_size: int, dtype: torch.dtype) -> float:
+def check_scores(
+    shape: Shape, seed: int, kernel_size: int, dtype: torch.dtype, with_sinks: bool
+) -> float:
     """Compares with the oracle and returns the bound."""
-    layer = random_layer(shape, seed, dtype)
+    layer = random_layer(shape, seed, dtype, with_sinks=with_sinks)
     config = EvictionConfig(kernel_size=kernel_size)
-    scores = snapkv_scores(layer.query, layer.key, shape.scale, config)
+    scores = snapkv_scores(layer.query, layer.key, shape.scale, config, sinks=layer.sinks)
     assert scores.dtype == torch.promote_types(dtype, torch.float32)
     assert scores.shape == (shape.num_kv_heads, shape.num_prompt_tokens - shape.window)
+    sinks = None if layer.sinks is None else layer.sinks.tolist()
     expected = oracle.snapkv_scores(
-        layer.query.tolist(), layer.key.tolist(), shape.scale, kernel_size
+        layer.query.tolist(), layer.key.tolist(), shape.scale, kernel_size, sinks=sinks
     )
-    bound = relative_bound(
-        layer.query.double(),
-        layer.key.double(),
-        shape.scale,
-        UNIT_ROUNDOFF[scores.dtype],
-        shape.window * shape.group,
-    )
+    unit, num_rows = UNIT_ROUNDOFF[scores.dtype], shape.window * shape.group
+    bound = relative_bound(layer, shape.scale, unit, num_rows)
     reference = torch.tensor(expected, dtype=torch.float64)
     error = (scores.double() - reference).abs()
     # Below the smallest normal number roundoff is absolute.
@@ -69,16 +70,20 @@ def check_scores(shape: Shape, seed: int, kernel_size: int, dtype: torch.dtype) 
 
 
 @some
-@given(shapes(max_tokens=64), seeds, kernel_sizes)
-def test_scores_in_float64_equal_the_oracle(shape: Shape, seed: int, kernel_size: int) -> None:
-    assert check_scores(shape, seed, kernel_size, torch.float64) < 1e-12
+@given(shapes(max_tokens=64), seeds, kernel_sizes, st.booleans())
+def test_scores_in_float64_equal_the_oracle(
+    shape: Shape, seed: int, kernel_size: int, with_sinks: bool
+) -> None:
+    assert check_scores(shape, seed, kernel_size, torch.float64, with_sinks) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @few
-@given(shape=shapes(max_tokens=64), seed=seeds)
-def test_scores_accumulate_in_float32(dtype: torch.dtype, shape: Shape, seed: int) -> None:
-    assert check_scores(shape, seed, 7, dtype) < 1e-3
+@given(shape=shapes(max_tokens=64), seed=seeds, with_sinks=st.booleans())
+def test_scores_accumulate_in_float32(
+    dtype: torch.dtype, shape: Shape, seed: int, with_sinks: bool
+) -> None:
+    assert check_scores(shape, seed, 7, dtype, with_sinks) < 1e-3
 
 
 @pytest.mark.parametrize("pooling", ["max", "mean"])
@@ -106,6 +111,23 @@ def test_attention_weights_row_by_row(shape: Shape, seed: int) -> None:
     reference = torch.tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(weights, reference, rtol=1e-12, atol=1e-300)
     assert (weights.sum(-1) - 1).abs().max() < 1e-14
+
+
+@few
+@given(shapes(max_tokens=32), seeds)
+def test_a_sink_takes_the_same_share_of_every_token(shape: Shape, seed: int) -> None:
+    layer = random_layer(shape, seed, with_sinks=True)
+    with_sinks, without = (
+        window_attention(layer.query, layer.key, shape.scale, sinks)
+        for sinks in (layer.sinks, None)
+    )
+    left = with_sinks.sum(-1, keepdim=True)
+    assert (left < 1).all()
+    torch.testing.assert_close(with_sinks, without * left, rtol=1e-12, atol=1e-300)
+    # A logit that nobody notices.
+    faint = torch.full((shape.num_heads,), -1e4, dtype=torch.float64)
+    weights = window_attention(layer.query, layer.key, shape.scale, faint)
+    torch.testing.assert_close(weights, without, rtol=1e-14, atol=0)
 
 
 @few

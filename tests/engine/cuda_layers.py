@@ -87,6 +87,7 @@ class Layers:
         twins: Kernels to call in place of the references.
         config: vLLM's.
         backend: The backend of the layers.
+        with_sinks: Whether they have attention sinks.
 
     Attributes:
         atol: What an output may be off beside its own rounding.
@@ -100,8 +101,9 @@ class Layers:
         twins: Twins,
         config: VllmConfig,
         backend: Any = HeadwiseFlashAttentionBackend,
+        with_sinks: bool = False,
     ) -> None:
-        self.eviction, self._backend = eviction, backend
+        self.eviction, self._backend, self._with_sinks = eviction, backend, with_sinks
         self.quantized = config.cache_config.cache_dtype == "fp8"
         self.random = torch.Generator().manual_seed(1)
         self.dtype = config.model_config.dtype
@@ -130,6 +132,7 @@ class Layers:
         self.on_host: list[torch.Tensor] = []
 
     def _layer(self, name: str, config: VllmConfig) -> Attention:
+        sinks = {"sinks": 2 * self._randn(GROUP * NUM_KV_HEADS)} if self._with_sinks else {}
         layer = Attention(
             GROUP * NUM_KV_HEADS,
             HEAD_SIZE,
@@ -138,6 +141,7 @@ class Layers:
             cache_config=config.cache_config,
             prefix=name,
             attn_backend=self._backend,
+            **sinks,
         )
         if self.quantized:
             for part, scale in SCALES.items():
@@ -292,13 +296,18 @@ class Layers:
 
     def _expected(self, request: Request, layer: int, num_new: int) -> torch.Tensor:
         read, outputs = {name: part[layer] for name, part in request.read.items()}, []
+        sinks = self.layers[layer].impl.sinks
         for position in range(request.num_computed, request.num_computed + num_new):
             heads = []
             for head in range(NUM_KV_HEADS):
                 seen = request.seen(layer, head, position)
-                query = read["q"][position, None, head * GROUP : (head + 1) * GROUP]
+                group = slice(head * GROUP, (head + 1) * GROUP)
+                query, own = (
+                    read["q"][position, None, group],
+                    sinks if sinks is None else sinks[group],
+                )
                 key, value = (read[name][seen, head, None] for name in ("k", "v"))
-                heads.append(attention(query, key, value, SCALE)[0])
+                heads.append(attention(query, key, value, SCALE, sinks=own)[0])
             outputs.append(torch.cat(heads))
         return torch.stack(outputs)
 
@@ -318,6 +327,7 @@ class Layers:
                     key.transpose(0, 1).tolist(),
                     value[: plan.tail_start * BLOCK_SIZE].transpose(0, 1).tolist(),
                     weight.tolist(),
+                    layer.impl.sinks.tolist() if self._with_sinks else None,
                 )
             )
         size = SCALE, plan.num_packed, BLOCK_SIZE, self.eviction

@@ -83,7 +83,9 @@ def flash_attn_varlen_func(**given: Any) -> torch.Tensor:
         assert all(stride * cache.element_size() % 16 == 0 for stride in cache.stride()[:3])
         assert num_kv_heads > 1 or cache.stride(2) == head_size
     assert _is_rows(starts, torch.int32, num_sequences + 1)
-    assert _is_rows(lengths, torch.int32, num_sequences)
+    assert lengths.dtype == torch.int32
+    assert lengths.shape == (num_sequences,)
+    assert lengths.is_contiguous()
     assert _is_rows(pages, torch.int32, num_sequences, pages.shape[1])
     for name in ("q_descale", "k_descale", "v_descale"):
         assert given[name].dtype == torch.float32
@@ -95,8 +97,13 @@ def flash_attn_varlen_func(**given: Any) -> torch.Tensor:
     assert isinstance(given["num_splits"], int)
     if given["scheduler_metadata"] is not None:
         assert given["scheduler_metadata"].dtype == torch.int32
-    for name in ("alibi_slopes", "s_aux", "mask_mod", "aux_tensors", "dynamic_causal"):
+    for name in ("alibi_slopes", "mask_mod", "aux_tensors", "dynamic_causal"):
         assert given[name] is None
+    sinks = given["s_aux"]
+    if sinks is not None:
+        assert sinks.dtype in DTYPES
+        assert sinks.shape == (num_heads,)
+        assert sinks.is_contiguous()
     assert given["softcap"] == 0
     assert given["cu_seqlens_k"] is None
     for sequence in range(num_sequences):
@@ -110,17 +117,23 @@ def flash_attn_varlen_func(**given: Any) -> torch.Tensor:
         query = q[first:last].double() * given["q_descale"][sequence, 0]
         key *= given["k_descale"][sequence][:, None]
         value *= given["v_descale"][sequence][:, None]
-        result = attention(query, key, value, given["softmax_scale"], before)
+        result = attention(query, key, value, given["softmax_scale"], before, sinks)
         out[first:last] = result.to(out.dtype)
     return out
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, before: int = -1
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    before: int = -1,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal, aligned to the last query; a query that sees nothing gets zeros.
 
-    With `before >= 0` a query sees so many tokens before its own.
+    With `before >= 0` a query sees so many tokens before its own. The sink of a query head takes
+    its share of every row.
     """
     group, (num_queries, num_keys) = query.shape[1] // key.shape[1], (len(query), len(key))
     if not num_keys or not num_queries:
@@ -132,7 +145,12 @@ def attention(
     hidden = positions > last_seen[:, None]
     if before >= 0:
         hidden |= positions < last_seen[:, None] - before
-    weights = logits.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num()
+    logits = logits.masked_fill(hidden, -torch.inf)
+    if sinks is None:
+        weights = logits.softmax(-1).nan_to_num()
+    else:
+        of_rows = sinks.double().view(*logits.shape[:2], 1, 1).expand(-1, -1, num_queries, -1)
+        weights = torch.cat((logits, of_rows), dim=-1).softmax(-1)[..., :-1]
     return torch.einsum("hgqk,khd->qhgd", weights, value).flatten(1, 2)
 
 

@@ -23,12 +23,14 @@ class Layer(NamedTuple):
         key: `[num_prompt_tokens, num_kv_heads, head_size]`.
         value: `[num_prompt_tokens, num_kv_heads, head_size]`.
         projection: The checkpoint's W_O, `[hidden_size, num_heads * head_size]`.
+        sinks: A logit that every row of a query head has besides the keys', `[num_heads]`, or None.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     projection: torch.Tensor
+    sinks: torch.Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -162,7 +164,11 @@ def rows(layer: Layer, first: int) -> torch.Tensor:
         for position in range(first, num_tokens):
             keys = layer.key[: position + 1, head // layer.group]
             logits = keys @ layer.query[position, head] * size**-0.5
-            weights[head, position - first, : position + 1] = torch.softmax(logits, 0)
+            if layer.sinks is not None:
+                logits = torch.cat((logits, layer.sinks[head : head + 1]))
+            weights[head, position - first, : position + 1] = torch.softmax(logits, 0)[
+                : position + 1
+            ]
     return weights
 
 

@@ -1,8 +1,9 @@
 """A decoder in float64 that drops entries the published way: one pass over a prompt and its answer.
 
-Written from the architectures' definitions (Llama, and Gemma 3 with its sliding layers); shares no
-code with the package, vLLM or transformers. Selection is that of `float64.py`, by rank: every rank
-chooses among its own heads, and with a pool among its own heads of all layers.
+Written from the architectures' definitions (Llama, Gemma 3 with its sliding layers, gpt-oss with
+its sinks); shares no code with the package, vLLM or transformers. Selection is that of
+`float64.py`, by rank: every rank chooses among its own heads, and with a pool among its own heads
+of all layers.
 """
 
 import json
@@ -27,7 +28,7 @@ Owner = tuple[int, int]
 
 
 class Model:
-    """A checkpoint of one file, Llama's or Gemma 3's.
+    """A checkpoint of one file: Llama's, Gemma 3's or, without rotary scaling, gpt-oss's.
 
     Args:
         folder: Where `config.json` and `model.safetensors` are.
@@ -40,10 +41,15 @@ class Model:
         self.num_layers = self.config["num_hidden_layers"]
         self.num_kv_heads = self.config["num_key_value_heads"]
         self.is_gemma = self.config["model_type"].startswith("gemma3")
+        self.is_gpt_oss = self.config["model_type"] == "gpt_oss"
 
     def projection(self, layer: int) -> torch.Tensor:
         """W_O of a layer, `[hidden_size, num_heads * head_size]`."""
         return self._weights[f"layers.{layer}.self_attn.o_proj.weight"]
+
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        """Attention sinks of a layer, `[num_heads]`, if it has them."""
+        return self._weights.get(f"layers.{layer}.self_attn.sinks")
 
     @cached_property
     def windows(self) -> list[int | None]:
@@ -78,7 +84,12 @@ class Model:
         mean_square = hidden.square().mean(-1, keepdim=True)
         return hidden / (mean_square + self.config["rms_norm_eps"]).sqrt() * weight
 
+    def _linear(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self._weights[f"{name}.weight"].T + self._weights.get(f"{name}.bias", 0)
+
     def _mlp(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        if self.is_gpt_oss:
+            return self._experts(f"{name}.mlp", hidden)
         gate, up, down = (
             self._weights[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down")
         )
@@ -86,18 +97,35 @@ class Model:
         active = F.gelu(gated, approximate="tanh") if self.is_gemma else F.silu(gated)
         return (active * (hidden @ up.T)) @ down.T
 
+    def _experts(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        """Each token goes to the experts whose logits are largest, weighed by these logits."""
+        logits = self._linear(f"{name}.router", hidden)
+        best = logits.topk(self.config["num_experts_per_tok"], dim=-1)
+        shares = torch.zeros_like(logits).scatter(1, best.indices, best.values.softmax(-1))
+        output, limit = torch.zeros_like(hidden), self.config.get("swiglu_limit", 7.0)
+        for expert, share in enumerate(shares.unbind(1)):
+            gate_up, gate_up_bias, down, down_bias = (
+                self._weights[f"{name}.experts.{part}"][expert]
+                for part in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+            )
+            mixed = hidden @ gate_up + gate_up_bias
+            gate, up = mixed[:, ::2].clamp(max=limit), mixed[:, 1::2].clamp(-limit, limit)
+            active = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            output += share[:, None] * (active @ down + down_bias)
+        return output
+
     def _attention(self, layer: int, attend: Attend) -> Callable[[torch.Tensor], torch.Tensor]:
         def mix(hidden: torch.Tensor) -> torch.Tensor:
             name, size = f"layers.{layer}.self_attn", self.config["head_dim"]
             query, key, value = (
-                (hidden @ self._weights[f"{name}.{part}_proj.weight"].T).unflatten(-1, (-1, size))
+                self._linear(f"{name}.{part}_proj", hidden).unflatten(-1, (-1, size))
                 for part in "qkv"
             )
             if self.is_gemma:
                 query, key = self._norm(f"{name}.q_norm", query), self._norm(f"{name}.k_norm", key)
             theta = self._theta(layer)
             mixed = attend(layer, rotated(query, theta), rotated(key, theta), value)
-            return mixed.flatten(-2) @ self.projection(layer).T
+            return self._linear(f"{name}.o_proj", mixed.flatten(-2))
 
         return mix
 
@@ -120,7 +148,11 @@ def rotated(vectors: torch.Tensor, theta: float) -> torch.Tensor:
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_seen: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_seen: torch.Tensor,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of `[num_tokens, heads, head_size]` with a mask `[num_kv_heads, n, n]`."""
     group = query.shape[1] // key.shape[1]
@@ -128,7 +160,11 @@ def attention(
         tensor.repeat_interleave(group, dim) for tensor, dim in ((key, 1), (value, 1), (is_seen, 0))
     )
     logits = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
-    weights = logits.masked_fill(~is_seen, -torch.inf).softmax(-1)
+    logits = logits.masked_fill(~is_seen, -torch.inf)
+    if sinks is not None:
+        of_rows = sinks[:, None, None].expand(-1, len(query), 1)
+        logits = torch.cat((logits, of_rows), dim=-1)
+    weights = logits.softmax(-1)[..., : len(query)]
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
@@ -166,7 +202,7 @@ class Answer:
                     is_dropped = torch.ones(tail_begin(prompt_len), dtype=torch.bool)
                     is_dropped[retained[layer, head]] = False
                     is_seen[head, prompt_len:, : len(is_dropped)] &= ~is_dropped
-            return attention(query, key, value, is_seen)
+            return attention(query, key, value, is_seen, self._model.sinks(layer))
 
         return self._model.logits(tokens, attend)[prompt_len - 1 :]
 
@@ -177,7 +213,8 @@ class Answer:
         def attend(layer: int, *tensors: torch.Tensor) -> torch.Tensor:
             seen[layer] = tensors
             is_seen = causal(len(self._prompt), self._model.windows[layer])
-            return attention(*tensors, is_seen.repeat(self._model.num_kv_heads, 1, 1))
+            by_head = is_seen.repeat(self._model.num_kv_heads, 1, 1)
+            return attention(*tensors, by_head, self._model.sinks(layer))
 
         self._model.logits(self._prompt, attend)
         full = [layer for layer in seen if self._model.windows[layer] is None]
@@ -187,7 +224,9 @@ class Answer:
             for layer in full:
                 parts = [tensor.chunk(num_ranks, dim=1)[rank] for tensor in seen[layer]]
                 columns = self._model.projection(layer).chunk(num_ranks, dim=1)[rank]
-                layers.append(Layer(*parts, columns))
+                sinks = self._model.sinks(layer)
+                own = None if sinks is None else sinks.chunk(num_ranks)[rank]
+                layers.append(Layer(*parts, columns, own))
             if METHODS[case.method].pooled:
                 heads = expect(case, layers)
             else:

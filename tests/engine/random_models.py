@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 VOCAB_SIZE = 512
 SHAPE: dict[str, Any] = {
@@ -44,6 +51,31 @@ def random_gemma3(folder: Path) -> Path:
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.normal_(1.0 if "q_norm" in name or "k_norm" in name else 0.0, 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def random_gpt_oss(folder: Path) -> Path:
+    """A sliding window of 64 tokens in every other layer, sinks in all, four experts."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 1.0, "truncate": False}
+    lengths = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+    config = GptOssConfig(
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters=rope | lengths,
+        **SHAPE,
+    )
+    model = GptOssForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("sinks"):
+                weight.normal_(4.0, 2.0)
+            elif "bias" in name:
+                weight.normal_(0.0, 0.1)
     model.save_pretrained(folder)
     return folder
 

@@ -375,7 +375,7 @@ class TaggedWorker:
                     length = lengths[layer, index, head]
                     self._compare_head(row, layer, head, read[:length])
         heads = torch.arange(NUM_KV_HEADS)
-        got = (queries[:, None] * NUM_KV_HEADS + heads).flatten()[batch.queries].numpy()
+        got = (queries[:, None] * NUM_KV_HEADS + heads)[batch.pairs].flatten().numpy()
         require(np.array_equal(got, np.concatenate(asked)), "queries of other tokens")
         lens = [len(part) for part in asked]
         require(batch.query_start_loc.diff().tolist() == lens, "queries of other rows")

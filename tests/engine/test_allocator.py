@@ -6,6 +6,10 @@ import sys
 
 import pytest
 
+from vllm_kvselect.engine import cpu_worker
+from vllm_kvselect.engine.cpu_worker import EvictionCPUWorker
+from vllm_kvselect.engine.worker import EvictionWorker
+
 FAULTS = """
 import resource, sys, torch
 from vllm_kvselect.engine.allocator import keep_freed_memory
@@ -39,3 +43,11 @@ def test_memory_is_not_taken_anew_from_the_kernel() -> None:
 
 def test_the_users_own_settings_are_left_alone() -> None:
     num_faults("keep", "left", MALLOC_TRIM_THRESHOLD_="131072")
+
+
+def test_the_worker_asks_for_it_once_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(EvictionWorker, "load_model", lambda _: calls.append("loaded"))
+    monkeypatch.setattr(cpu_worker, "keep_freed_memory", lambda: calls.append("asked"))
+    EvictionCPUWorker.load_model(EvictionCPUWorker.__new__(EvictionCPUWorker))
+    assert calls == ["loaded", "asked"]

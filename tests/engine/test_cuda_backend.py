@@ -84,10 +84,11 @@ def make_layers(
     twins: Twins = NO_TWINS,
     kv_cache_dtype: str = "auto",
     graphs: bool = False,
+    with_sinks: bool = False,
 ) -> Layers:
     made = config(DTYPES[backend], kv_cache_dtype, graphs)
     made.compilation_config.static_forward_context.clear()
-    return Layers(eviction(method), twins, made, backend)
+    return Layers(eviction(method), twins, made, backend, with_sinks)
 
 
 def mixed_steps(layers: Layers, past_prompts: bool = True) -> list[Request]:
@@ -116,15 +117,19 @@ def mixed_steps(layers: Layers, past_prompts: bool = True) -> list[Request]:
     ("method", "backend"),
     [("adakv-perturb", FLASH), ("layer-defensivekv", FLASH), ("adakv-perturb", TRITON)],
 )
-def test_every_step_is_that_of_the_oracle_with_the_kernels(method: str, backend: Any) -> None:
-    layers = make_layers(backend, method, cuda.TWINS)
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+def test_every_step_is_that_of_the_oracle_with_the_kernels(
+    method: str, backend: Any, with_sinks: bool
+) -> None:
+    layers = make_layers(backend, method, cuda.TWINS, with_sinks=with_sinks)
     mixed_steps(layers, past_prompts=not METHODS[method].pooled)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_step_is_that_of_the_oracle(method: str) -> None:
+def test_every_step_is_that_of_the_oracle(method: str, with_sinks: bool) -> None:
     # The reference rounds norms to bfloat16, enough to change what is retained.
-    layers = make_layers(FLASH, method, {value_norms: cuda.value_norms})
+    layers = make_layers(FLASH, method, {value_norms: cuda.value_norms}, with_sinks=with_sinks)
     mixed_steps(layers, past_prompts=not METHODS[method].pooled)
 
 
@@ -195,6 +200,9 @@ class Replays:
         self, backend: Any, layers: Layers, num_rows: int, patch: pytest.MonkeyPatch
     ) -> None:
         self.layers, self.num_rows, self.calls = layers, num_rows, []
+        of_the_graph = {"q", "out"}  # its own memory
+        if layers.layers[0].impl.sinks is not None:  # computed in it, from tensors outside
+            of_the_graph |= {"cu_seqlens_q", "seqused_k"}
         # What vLLM's Triton call writes for rows that pad a batch nobody reads.
         self._pads_with_zeros = backend is FLASH
         call = getattr(*CALLS[backend])
@@ -205,7 +213,7 @@ class Replays:
                     {
                         name: part.data_ptr() if isinstance(part, torch.Tensor) else part
                         for name, part in given.items()
-                        if name not in ("q", "out")  # of the graph's own memory
+                        if name not in of_the_graph
                     }
                 )
             return call(**given)
@@ -227,10 +235,11 @@ class Replays:
         self.layers.check(rows, outputs)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 def test_a_graph_of_a_decode_step_replays_for_other_rows_and_lengths(
-    backend: Any, monkeypatch: pytest.MonkeyPatch
+    backend: Any, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers = make_layers(backend, twins=cuda.TWINS, graphs=True)
+    layers = make_layers(backend, twins=cuda.TWINS, graphs=True, with_sinks=with_sinks)
     assert layers.builder.get_cudagraph_support(None, None) == (
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     )
@@ -248,7 +257,7 @@ def test_a_graph_of_a_decode_step_replays_for_other_rows_and_lengths(
         replays.step((short, 1), (other, 1), (long, 1))
     calls.append(list(replays.calls))
     assert all(call == calls[0] for call in calls)
-    assert len(calls[0]) == NUM_LAYERS
+    assert len(calls[0]) == NUM_LAYERS * (NUM_KV_HEADS if with_sinks else 1)
     # The same step outside the graph.
     layers.builder.largest_full_graph = 0
     layers.step((short, 1), (other, 1), (long, 1))
@@ -286,11 +295,12 @@ def test_a_single_token_of_a_prompt_that_drops_entries_is_no_decode(backend: Any
     layers.step((long, 1), (short, 1))
 
 
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("method", ["adakv-perturb", "layer-defensivekv"])
 def test_neither_a_decode_step_nor_a_completion_waits_for_the_device(
-    method: str, backend: Any
+    method: str, backend: Any, with_sinks: bool
 ) -> None:
-    layers = make_layers(backend, method, cuda.TWINS)
+    layers = make_layers(backend, method, cuda.TWINS, with_sinks=with_sinks)
     long, chunked = layers.request(100, 110), layers.request(90, 100)
     for rows in (
         ((long, 100), (chunked, 60)),
@@ -331,7 +341,6 @@ def test_vllms_compiler_fuses_no_quantisation_into_outputs(backend: Any) -> None
         ({"alibi_slopes": [0.5] * 4}, "ALiBi"),
         ({"logits_soft_cap": 30.0}, "a logits soft cap"),
         ({"kv_sharing_target_layer_name": "x"}, "a KV cache shared between layers"),
-        ({"sinks": torch.zeros(4)}, "attention sinks"),
     ],
 )
 def test_layers_that_the_one_head_view_cannot_express_are_refused(

@@ -3,7 +3,7 @@
 Only FlashAttention's calls have stand-ins. The answers are those of the CPU backend.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from tests.engine import flash_attention
 from tests.engine.conftest import EngineFactory
-from tests.engine.random_models import random_gemma3, random_prompts
+from tests.engine.random_models import random_gemma3, random_gpt_oss, random_prompts
 from vllm_kvselect.engine import arguments
 from vllm_kvselect.engine.cpu_worker import EvictionCPUWorker
 from vllm_kvselect.engine.cuda_backend import CudaMetadataBuilder
@@ -76,10 +76,14 @@ def test_answers_are_those_of_the_cpu_backend(
         assert engine.generate(prompts, 100, extra_args) == on_device
 
 
-def test_sliding_windows_beside_full_attention_stay_vllms(
-    start_engine: EngineFactory, tmp_path: Path, on_flash_attention: pytest.MonkeyPatch
+@pytest.mark.parametrize("make_model", [random_gemma3, random_gpt_oss])
+def test_sliding_windows_beside_full_attention_stay_vllms_and_sinks_count(
+    make_model: Callable[[Path], Path],
+    start_engine: EngineFactory,
+    tmp_path: Path,
+    on_flash_attention: pytest.MonkeyPatch,
 ) -> None:
-    settings = {**SETTINGS, "model": random_gemma3(tmp_path), "skip_tokenizer_init": True}
+    settings = {**SETTINGS, "model": make_model(tmp_path), "skip_tokenizer_init": True}
     prompts, num_freed = random_prompts([200, 40, 170]), []
     answers = []
     for _ in ("FlashAttention", "CPU"):

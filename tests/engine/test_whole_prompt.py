@@ -32,7 +32,7 @@ def add(prompt: Prompt, first_position: int, end: int, row_start: int = 0) -> Pr
     for index, layer in enumerate(LAYERS):
         others = torch.full((row_start, *layer.prompt_query.shape[1:]), torch.nan)
         query = torch.cat((others, layer.prompt_query[first_position:end]))
-        chunk.add(index, query, layer.key[:, :end], SHAPE.scale)
+        chunk.add(index, query, layer.key[:, :end], SHAPE.scale, None)
     return chunk
 
 

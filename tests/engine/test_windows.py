@@ -1,36 +1,20 @@
 """Sliding windows beside full attention: a tiny Gemma 3, whose sliding layers stay vLLM's own."""
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.engine.conftest import (
-    BLOCK_SIZE,
-    Answer,
-    Engine,
-    EngineFactory,
-    _engine,
-    preempting_all,
-)
-from tests.engine.float64 import BUDGET, num_packed, tail_begin
-from tests.engine.float64_model import Answer as ExpectedAnswer
-from tests.engine.float64_model import Model
-from tests.engine.random_models import SHAPE, random_gemma3, random_prompts
-from tests.engine.recorder import Recorder, recording
-from tests.method_cases import MethodCase
-from vllm_kvselect.config import ConfigError
+from tests.engine.all_methods import EVICTION, METHODS, Served, check_method, serve_all_methods
+from tests.engine.conftest import BLOCK_SIZE, Answer, Engine, EngineFactory, _engine
+from tests.engine.float64 import num_packed, tail_begin
+from tests.engine.random_models import random_gemma3, random_prompts
 from vllm_kvselect.engine.block_manager import WindowManager
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("windows")]
-EVICTION = {"budget": BUDGET, "allow_override": ["method", "budget"]}
-METHODS = ("adakv-perturb", "snapkv", "h2o", "random", "defensivekv", "pyramidkv", "layer-thetakv")
-CASES = [MethodCase(name) for name in METHODS]
-PROMPTS = random_prompts([300 + 7 * index for index in range(len(CASES))])
 NOTHING_DROPPED = {"kv_eviction": "none"}
 
 
@@ -47,45 +31,16 @@ def start(gemma: Path) -> Iterator[EngineFactory]:
         yield partial(_engine, model=gemma, **settings)
 
 
-class Served(NamedTuple):
-    """Answers of all methods at once, their prompts in chunks, preempted on the way."""
-
-    answers: list[Answer]
-    recorder: Recorder
-
-
 @pytest.fixture(scope="module")
 def served(start: EngineFactory) -> Served:
-    extra_args: Any = [{"kv_eviction": case.method} for case in CASES]
-    with (
-        start(EVICTION, 40, max_num_batched_tokens=384) as engine,
-        recording(engine.worker.model_runner) as recorder,
-        preempting_all(4) as preempted,
-    ):
-        answers = engine.generate(PROMPTS, 40, extra_args)
-        # One that had its first token only was yet to be packed.
-        num_packed_again = sum(count > 1 for count in preempted)
-        assert engine.worker.kv_eviction_stats()["num_evicted"] == len(CASES) + num_packed_again
-    return Served(answers, recorder)
+    return serve_all_methods(start)
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=METHODS)
+@pytest.mark.parametrize("index", range(len(METHODS)), ids=METHODS)
 def test_full_attention_drops_as_the_oracle_and_sliding_layers_drop_nothing(
     index: int, served: Served, gemma: Path
 ) -> None:
-    prompt, answer = PROMPTS[index], served.answers[index]
-    oracle = ExpectedAnswer(Model(gemma), prompt, CASES[index])
-    logits = oracle.logits(answer.token_ids)
-    assert logits.argmax(-1).tolist() == answer.token_ids
-    logprobs = logits.log_softmax(-1).amax(-1).tolist()
-    assert answer.logprobs == pytest.approx(logprobs, abs=1e-3)
-    full = [2, 5]
-    assert {layer for layer, _ in oracle.expected} == {*full}
-    for (layer, head), expected in oracle.expected.items():
-        retained = served.recorder.retained[len(prompt), full.index(layer)]
-        tokens = {token for owner, token in retained if owner == head}
-        assert len(tokens) == expected.count
-        expected.check(tokens)
+    check_method(index, served, gemma, full_attention=[2, 5])
 
 
 def test_nothing_dropped_is_stock(start: EngineFactory) -> None:
@@ -170,23 +125,3 @@ def test_tokens_generated_after_dropping_are_found_by_nobody(start: EngineFactor
     with start(None, 60, enable_prefix_caching=False) as engine:
         expected: list[Answer] = engine.generate([turns[1]], 20)
     assert [again] == expected
-
-
-def test_attention_sinks_are_refused(tmp_path: Path, start: EngineFactory) -> None:
-    config = {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        **SHAPE,
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 64,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    message = "layers with attention sinks; serve this model without --kv-eviction"
-    with (
-        pytest.raises(ConfigError, match=message),
-        start(EVICTION, 40, model=tmp_path, load_format="dummy"),
-    ):
-        pass

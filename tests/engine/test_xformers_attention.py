@@ -82,6 +82,13 @@ def test_steps_in_which_every_row_has_one_query_take_it(monkeypatch: pytest.Monk
     assert len(calls) > len(layers.layers)
 
 
+def test_layers_with_sinks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash_attention.install(monkeypatch)
+    config = vllm_config(dtype="float16")
+    with pytest.raises(ConfigError, match="attention sinks; leave decode_attention out"):
+        Layers(eviction(decode_attention="xformers"), {}, config, with_sinks=True)
+
+
 def test_it_is_refused_where_it_is_not_installed_or_triton_is_too_new(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,24 +53,28 @@ def test_twins_have_the_names_and_signatures_of_their_references() -> None:
     dtype=st.sampled_from(DTYPES),
     kernel_size=st.sampled_from((1, 3, 7, 63)),
     far=st.booleans(),
+    with_sinks=st.booleans(),
 )
 def test_snapkv_scores(
-    shape: Shape, seed: int, dtype: torch.dtype, kernel_size: int, far: bool
+    shape: Shape, seed: int, dtype: torch.dtype, kernel_size: int, far: bool, with_sinks: bool
 ) -> None:
-    layer = random_layer(shape, seed, dtype)
+    layer = random_layer(shape, seed, dtype, with_sinks=with_sinks)
     if far:  # one key takes all attention: the others' weights vanish without being lost
         layer.key[:, 3] *= 20
     # Every other channel block of wider rows, as in the output of a fused projection.
     wide = layer.key.transpose(0, 1).repeat(1, 2, 1)
     key = wide[:, : shape.num_kv_heads].transpose(0, 1)
     config = EvictionConfig(window=shape.window, kernel_size=kernel_size)
-    expected = snapkv.snapkv_scores(layer.query.double(), key.double(), shape.scale, config)
-    scores = cpu.snapkv_scores(layer.query, key, shape.scale, config)
+    sinks = None if layer.sinks is None else layer.sinks.double()
+    inputs = (layer.query.double(), key.double(), shape.scale)
+    expected = snapkv.snapkv_scores(*inputs, config, sinks=sinks)
+    scores = cpu.snapkv_scores(layer.query, key, shape.scale, config, sinks=layer.sinks)
     assert scores.dtype == torch.float32
     # A logit of n products is off by n eps of the sum of magnitudes; a weight by twice that.
     group = layer.query.view(shape.window, shape.num_kv_heads, shape.group, -1).double().abs()
     magnitude = torch.einsum("wkgd,ktd->kgwt", group, key.double().abs()).max() * shape.scale
-    bound = 2 * (shape.head_size + 4) * EPS * float(magnitude) + (key.shape[1] + 8) * EPS
+    largest = float(magnitude) + (0 if sinks is None else float(sinks.abs().max()))
+    bound = 2 * (shape.head_size + 4) * EPS * largest + (key.shape[1] + 8) * EPS
     torch.testing.assert_close(scores.double(), expected, rtol=bound, atol=2.0**-120)
 
 

@@ -106,11 +106,18 @@ def test_every_kernel_compiles_for_an_h100_and_fits_its_shared_memory() -> None:
     far=st.booleans(),
     pooling=st.sampled_from(("max", "mean")),
     reduction=st.sampled_from(("mean", "max")),
+    with_sinks=st.booleans(),
 )
 def test_snapkv_scores(
-    shape: Shape, seed: int, dtype: torch.dtype, far: bool, pooling: str, reduction: str
+    shape: Shape,
+    seed: int,
+    dtype: torch.dtype,
+    far: bool,
+    pooling: str,
+    reduction: str,
+    with_sinks: bool,
 ) -> None:
-    layer = random_layer(shape, seed, dtype)
+    layer = random_layer(shape, seed, dtype, with_sinks=with_sinks)
     if far:  # one key takes all attention: the others' weights vanish without being lost
         layer.key[:, 3] *= 20
     # Every other channel block of wider rows, as in the output of a fused projection.
@@ -119,13 +126,17 @@ def test_snapkv_scores(
     config = EvictionConfig.parse(
         {"window": shape.window, "pooling": pooling, "group_reduction": reduction}
     )
-    expected = snapkv.snapkv_scores(query.double(), key.double(), shape.scale, config)
-    scores = cuda.snapkv_scores(query, key, shape.scale, config)
+    sinks = None if layer.sinks is None else layer.sinks.to(DEVICE)
+    exact = None if sinks is None else sinks.double()
+    inputs = (query.double(), key.double(), shape.scale)
+    expected = snapkv.snapkv_scores(*inputs, config, sinks=exact)
+    scores = cuda.snapkv_scores(query, key, shape.scale, config, sinks=sinks)
     assert scores.dtype == torch.float32
     # A logit of n products is off by n eps of the sum of magnitudes; a weight by twice that.
     group = query.view(shape.window, shape.num_kv_heads, shape.group, -1).double().abs()
     magnitude = torch.einsum("wkgd,ktd->kgwt", group, key.double().abs()).max() * shape.scale
-    bound = 2 * (shape.head_size + 4) * EPS * float(magnitude) + (key.shape[1] + 8) * EPS
+    largest = float(magnitude) + (0 if sinks is None else float(sinks.abs().max()))
+    bound = 2 * (shape.head_size + 4) * EPS * largest + (key.shape[1] + 8) * EPS
     torch.testing.assert_close(scores.double(), expected, rtol=bound, atol=2.0**-120)
 
 

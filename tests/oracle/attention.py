@@ -12,19 +12,21 @@ def dot(a: Vector, b: Vector) -> float:
     return fsum(map(mul, a, b))
 
 
-def softmax(logits: Vector) -> list[float]:
-    """Softmax of one row; `-inf` gets weight 0."""
-    largest = max(logits)
+def softmax(logits: Vector, sink: float = -inf) -> list[float]:
+    """Softmax of one row; `-inf` gets weight 0, and the weight of a sink goes to nobody."""
+    largest = max(*logits, sink)
     powers = [exp(logit - largest) for logit in logits]
-    total = fsum(powers)
+    total = fsum([*powers, exp(sink - largest)])
     return [power / total for power in powers]
 
 
-def window_attention(query: Cube, key: Cube, scale: float) -> list[list[list[float]]]:
+def window_attention(
+    query: Cube, key: Cube, scale: float, sinks: Vector | None = None
+) -> list[list[list[float]]]:
     """Attention of the last prompt tokens: `[kv_head][member * window + index][token]`.
 
     `query[index][head]` is the query of token `num_tokens - window + index`; it sees the tokens up
-    to itself. Query head `head` reads KV head `head // group`.
+    to itself. Query head `head` reads KV head `head // group`, and has the sink `sinks[head]`.
     """
     window, num_heads, num_kv_heads = len(query), len(query[0]), len(key)
     group = num_heads // num_kv_heads
@@ -36,13 +38,14 @@ def window_attention(query: Cube, key: Cube, scale: float) -> list[list[list[flo
             for index in range(window):
                 position = num_tokens - window + index
                 logits = []
+                sink = -inf if sinks is None else sinks[kv_head * group + member]
                 for token in range(num_tokens):
                     if token > position:
                         logits.append(-inf)
                     else:
                         vector = query[index][kv_head * group + member]
                         logits.append(scale * dot(vector, key[kv_head][token]))
-                rows[-1].append(softmax(logits))
+                rows[-1].append(softmax(logits, sink))
     return rows
 
 

@@ -14,7 +14,7 @@ from tests.oracle.scores import (
     value_norms,
 )
 from tests.oracle.selection import mass_stage, select, select_two_stages
-from tests.oracle.types import Cube, Matrix
+from tests.oracle.types import Cube, Matrix, Vector
 from vllm_kvselect.config import EvictionConfig
 
 
@@ -25,6 +25,7 @@ class LayerInputs(NamedTuple):
     key: Cube
     value: Cube
     output_projection: Sequence[Cube]
+    sinks: Vector | None = None
 
 
 class Retained(NamedTuple):
@@ -91,7 +92,7 @@ def stage_1_scores(
     base: str, layer: LayerInputs, scale: float, config: EvictionConfig, index: int
 ) -> Matrix:
     """What entries are ranked by, the first stage's where there are two."""
-    query, key = layer.query, layer.key
+    query, key, sinks = layer.query, layer.key, layer.sinks
     num_scored = len(key[0]) - config.window
     if base == "streaming-llm":
         order = streaming_llm_order(num_scored, config.num_sinks)
@@ -99,11 +100,11 @@ def stage_1_scores(
     if base == "random":
         return random_scores(config.seed, index, len(key), num_scored)
     if base == "h2o":
-        return h2o_scores(query, key, scale, config.window)
+        return h2o_scores(query, key, scale, config.window, sinks)
     if base == "defensivekv":
-        return snapkv_scores(query, key, scale, 1)
+        return snapkv_scores(query, key, scale, 1, sinks=sinks)
     options = (config.kernel_size, config.pooling, config.group_reduction)
-    return snapkv_scores(query, key, scale, *options)
+    return snapkv_scores(query, key, scale, *options, sinks)
 
 
 def stage_2_scores(
@@ -114,7 +115,7 @@ def stage_2_scores(
         config = EvictionConfig(**{**config.model_dump(), "kernel_size": 1})
     if base == "defensivekv":
         pooling = (config.kernel_size, config.pooling)
-        return defensive_scores(layer.query, layer.key, scale, *pooling)
+        return defensive_scores(layer.query, layer.key, scale, *pooling, layer.sinks)
     return stage_1_scores(base, layer, scale, config, index)
 
 

@@ -1,7 +1,7 @@
 """Scores, one paper after the other, and projected value norms."""
 
 from collections.abc import Sequence
-from math import fsum
+from math import fsum, inf
 
 from tests.oracle.attention import dot, softmax, window_attention
 from tests.oracle.types import Cube, Vector
@@ -33,11 +33,12 @@ def snapkv_scores(
     kernel_size: int,
     pooling: str = "max",
     group_reduction: str = "mean",
+    sinks: Vector | None = None,
 ) -> list[list[float]]:
     """The window's attention to each earlier token: its mean, reduced over the group, pooled."""
     window, group = len(query), len(query[0]) // len(key)
     scores = []
-    for rows in window_attention(query, key, scale):
+    for rows in window_attention(query, key, scale, sinks):
         reduced = []
         for token in range(len(rows[0]) - window):
             members = [
@@ -55,7 +56,9 @@ def streaming_llm_order(num_tokens: int, num_sinks: int) -> list[int]:
     return sinks + list(range(num_tokens - 1, len(sinks) - 1, -1))
 
 
-def h2o_scores(query: Cube, key: Cube, scale: float, window: int) -> list[list[float]]:
+def h2o_scores(
+    query: Cube, key: Cube, scale: float, window: int, sinks: Vector | None = None
+) -> list[list[float]]:
     """Attention that all prompt queries pay to each token before the window, summed up.
 
     `query[position][head]`: every query sees the tokens up to itself. Mean over the query group.
@@ -66,23 +69,29 @@ def h2o_scores(query: Cube, key: Cube, scale: float, window: int) -> list[list[f
         gathered: list[list[float]] = [[] for _ in range(num_tokens)]
         for position in range(num_tokens):
             for member in range(group):
-                vector = query[position][kv_head * group + member]
-                seen = key[kv_head][: position + 1]
-                for token, weight in enumerate(softmax([scale * dot(vector, k) for k in seen])):
+                head = kv_head * group + member
+                vector, sink = query[position][head], -inf if sinks is None else sinks[head]
+                logits = [scale * dot(vector, k) for k in key[kv_head][: position + 1]]
+                for token, weight in enumerate(softmax(logits, sink)):
                     gathered[token].append(weight)
         scores.append([fsum(weights) / group for weights in gathered[: num_tokens - window]])
     return scores
 
 
 def defensive_scores(
-    query: Cube, key: Cube, scale: float, kernel_size: int, pooling: str
+    query: Cube,
+    key: Cube,
+    scale: float,
+    kernel_size: int,
+    pooling: str,
+    sinks: Vector | None = None,
 ) -> list[list[float]]:
     """Most attention of any row to each token, pooled; what is below their mean is raised to it.
 
     With mean pooling a row is scaled after it, to the sum that it had before.
     """
     scores = []
-    for rows in window_attention(query, key, scale):
+    for rows in window_attention(query, key, scale, sinks):
         pooled = []
         for row in rows:
             scored = row[: len(row) - len(query)]

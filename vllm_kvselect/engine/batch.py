@@ -15,13 +15,13 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvselect.compaction import head_pages, packed_slots
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.headwise_batch import HeadwiseBatch, headwise_batch
 from vllm_kvselect.engine.page_tables import PageTables, SettledRows
 from vllm_kvselect.engine.pool import KeptCandidates
 from vllm_kvselect.engine.prompts import PromptsOf
 from vllm_kvselect.engine.rows import (
     Rows,
     Tokens,
-    head_queries,
     on_device,
     start_loc,
     token_indices,
@@ -90,71 +90,6 @@ class PartialWindow:
 
     queries: torch.Tensor
     tokens: slice
-
-
-@dataclass
-class HeadwiseBatch:
-    """Tokens past their prompts, as sequences of a one-head cache, one per (row, KV head).
-
-    Attributes:
-        queries: Indices of `(token, KV head)` pairs of the batch, sequence by sequence.
-        query_start_loc: `[num_rows * num_kv_heads + 1]` int32.
-        max_query_len: Most queries of a sequence.
-        max_seq_len: Upper bound on its entries.
-        rows: The rows they belong to.
-        table: Page tables of all layers, or None where they are built layer by layer: on a device,
-            or if a row's pages are only known after this step's selection.
-        num_splits: Most parts into which the kernel may cut a sequence; 0 leaves it to the kernel.
-    """
-
-    queries: Tokens
-    query_start_loc: torch.Tensor
-    max_query_len: int
-    max_seq_len: int
-    rows: SettledRows
-    table: PageTable | None
-    num_splits: int = 0
-
-
-def headwise_batch(
-    rows: Rows, chosen: np.ndarray, common: CommonAttentionMetadata, num_kv_heads: int
-) -> HeadwiseBatch:
-    """Collects the tokens past the prompt of the chosen rows.
-
-    Args:
-        rows: The batch.
-        chosen: Row indices; each has a plan and tokens past its prompt.
-        common: vLLM's metadata of the batch.
-        num_kv_heads: KV heads on this rank.
-
-    Returns:
-        The sequences, still without page tables.
-    """
-    plans = np.array([rows.prompts[row].plan for row in chosen], dtype=np.int32)
-    stock_lens = rows.stock_lens[chosen]
-    lens = rows.query_lens[chosen] - stock_lens
-    starts = rows.query_start[chosen] + stock_lens
-    device = common.block_table_tensor.device
-    first_packed, tail_start = (
-        async_tensor_h2d(np.ascontiguousarray(plans[:, column]), device) for column in (0, 2)
-    )
-    indices = async_tensor_h2d(chosen, device)
-    table = common.block_table_tensor.index_select(0, indices)
-    return HeadwiseBatch(
-        queries=on_device(head_queries(starts, lens, num_kv_heads), device),
-        query_start_loc=async_tensor_h2d(start_loc(np.repeat(lens, num_kv_heads)), device),
-        max_query_len=int(lens.max()),
-        max_seq_len=int(rows.seq_lens[chosen].max()),
-        rows=SettledRows(
-            block_table=table,
-            # The host may know no more than an upper bound.
-            seq_lens=common.seq_lens.index_select(0, indices),
-            first_packed=first_packed,
-            tail_start=tail_start,
-            first_packed_blocks=table.gather(1, first_packed[:, None].long()).squeeze(1).long(),
-        ),
-        table=None,
-    )
 
 
 @dataclass

@@ -12,13 +12,14 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_kvselect.engine.batch import HeadwiseBatch
 from vllm_kvselect.engine.cpu_pages import PageCodec, one_head_view, write_entries
 from vllm_kvselect.engine.headwise import HeadwiseBuilder
+from vllm_kvselect.engine.headwise_batch import Call, HeadwiseBatch
 from vllm_kvselect.engine.headwise_impl import HeadwiseImpl, refuse_layer
 from vllm_kvselect.engine.memory import all_layers
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.methods import Twins
+from vllm_kvselect.page_table import PageTable
 
 
 class HeadwiseCPUAttentionBackend(CPUAttentionBackend):
@@ -54,7 +55,6 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
             return
         refuse_layer(
             ALiBi=self.alibi_slopes is not None,
-            attention_sinks=self.sinks is not None,
             a_logits_soft_cap=self.logits_soft_cap != 0,
             a_KV_cache_shared_between_layers=self.kv_sharing_target_layer_name is not None,
         )
@@ -78,6 +78,8 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         """
         self._connect(layer_index, state, twins)
         self._isa, self._codec = isa, codec
+        if self.sinks is not None and self.sinks.dtype != torch.bfloat16:
+            self.sinks = self.sinks.float()  # what else the kernel takes
 
     def _read_keys(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         return self._codec.read_keys(kv_cache, pages)
@@ -91,57 +93,54 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         key, value = self._codec.read_entries(cache, sources)
         write_entries(cache, key, value, targets, self._isa)
 
-    def _forward_headwise(
+    def _table(self, batch: HeadwiseBatch) -> PageTable:
+        layer, table = self._layer_index, batch.table
+        if table is not None:
+            return PageTable(table.pages[layer], table.seq_lens[layer])
+        only = slice(layer, layer + 1)
+        table = batch.rows.page_table(self._state.offsets, self._codec.block_size, only)
+        return PageTable(table.pages[0], table.seq_lens[0])
+
+    def _attend(
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         batch: HeadwiseBatch,
+        call: Call,
         output: torch.Tensor,
     ) -> None:
-        if batch.table is not None:
-            pages, seq_lens = (part[self._layer_index] for part in batch.table)
-        else:
-            only = slice(self._layer_index, self._layer_index + 1)
-            table = batch.rows.page_table(self._state.offsets, self._codec.block_size, only)
-            pages, seq_lens = table.pages[0], table.seq_lens[0]
-        # [num_tokens, num_heads, head_size] -> [num_tokens * num_kv_heads, group, head_size]
-        group_shape = (-1, self.num_queries_per_kv, self.head_size)
-        query = query.reshape(group_shape)[batch.queries]
-        grouped_output = output.view(group_shape)
-        part = grouped_output[batch.queries]
+        attended = output.contiguous()  # as the kernel writes
         key_pages, value_pages = one_head_view(all_layers(kv_cache)).chunk(2, dim=2)
         ops.cpu_attention_with_kv_cache(
             query=query,
             key_cache=key_pages,
             value_cache=value_pages,
-            output=part,
-            query_start_loc=batch.query_start_loc,
-            seq_lens=seq_lens,
+            output=attended,
+            query_start_loc=call.query_start_loc,
+            seq_lens=call.table.seq_lens,
             scale=self.scale,
             causal=True,
             alibi_slopes=None,
             sliding_window=-1,
-            block_table=pages,
+            block_table=call.table.pages,
             softcap=0.0,
-            scheduler_metadata=self._schedule(batch, seq_lens, query.dtype),
-            s_aux=None,
+            scheduler_metadata=self._schedule(call, query.dtype),
+            s_aux=call.sinks,
         )
-        if not isinstance(batch.queries, slice):
-            grouped_output[batch.queries] = part
+        if attended is not output:
+            output.copy_(attended)
 
-    def _schedule(
-        self, batch: HeadwiseBatch, seq_lens: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _schedule(self, call: Call, dtype: torch.dtype) -> torch.Tensor:
         """The kernel's work plan for sequences of these lengths."""
         return ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=seq_lens.numel(),
+            num_reqs=call.table.seq_lens.numel(),
             num_heads=self.num_queries_per_kv,
             num_kv_heads=1,
             head_dim=self.head_size,
-            seq_lens=seq_lens,
+            seq_lens=call.table.seq_lens,
             dtype=dtype,
-            query_start_loc=batch.query_start_loc,
+            query_start_loc=call.query_start_loc,
             causal=True,
             sliding_window_size=-1,
             isa=self._isa,

@@ -10,8 +10,9 @@ from vllm.v1.attention.backend import AttentionLayer, AttentionType
 
 from vllm_kvselect.compaction import gather_entries, gather_from_blocks, scatter_entries
 from vllm_kvselect.config import ConfigError
-from vllm_kvselect.engine.batch import Completion, HeadwiseBatch
+from vllm_kvselect.engine.batch import Completion
 from vllm_kvselect.engine.cuda_tables import HeadwiseTables
+from vllm_kvselect.engine.headwise_batch import Call, HeadwiseBatch
 from vllm_kvselect.engine.headwise_impl import HeadwiseImpl, refuse_layer
 from vllm_kvselect.engine.memory import all_layers
 from vllm_kvselect.engine.state import RetentionState
@@ -45,7 +46,6 @@ class CudaImpl(HeadwiseImpl):
     """
 
     alibi_slopes: Any
-    sinks: torch.Tensor | None
     sliding_window: tuple[int, int]
     logits_soft_cap: float
     kv_sharing_target_layer_name: str | None
@@ -59,7 +59,6 @@ class CudaImpl(HeadwiseImpl):
             return
         refuse_layer(
             ALiBi=self.alibi_slopes is not None,
-            attention_sinks=self.sinks is not None,
             a_logits_soft_cap=self.logits_soft_cap != 0,
             a_KV_cache_shared_between_layers=self.kv_sharing_target_layer_name is not None,
             attention_other_than_a_decoder=self.attn_type != AttentionType.DECODER,
@@ -105,56 +104,44 @@ class CudaImpl(HeadwiseImpl):
         self._key_pages, self._value_pages = key, value
 
     def take_xformers(self) -> None:
-        """Takes xformers' kernel for the decode call; called once the layer is started."""
+        """Takes xformers' kernel for the decode call; called once the layer is started.
+
+        Raises:
+            ConfigError: If the layer has attention sinks, of which that kernel knows nothing.
+        """
+        if self.sinks is not None:
+            raise ConfigError(
+                "xformers does not support layers with attention sinks; leave decode_attention out"
+            )
         self._split_k = SplitKAttention(self._key_pages, self._value_pages, self.scale)
 
-    def _forward_headwise(
+    def _table(self, batch: HeadwiseBatch) -> PageTable:
+        return self._tables.of_layer(self._layer_index, batch.rows)
+
+    def _attend(
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         batch: HeadwiseBatch,
+        call: Call,
         output: torch.Tensor,
     ) -> None:
-        table = self._tables.of_layer(self._layer_index, batch.rows)
-        # [num_tokens, num_heads, head_size] -> [num_tokens, num_kv_heads, group, head_size]
-        by_head = query.unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
-        grouped_output = output.view(-1, *by_head.shape[2:])
-        if isinstance(batch.queries, slice):
-            first, last = (
-                end // self.num_kv_heads for end in (batch.queries.start, batch.queries.stop)
-            )
-            grouped_query = by_head[first:last].flatten(0, 1)
-        else:
-            grouped_query = by_head[
-                batch.queries // self.num_kv_heads, batch.queries % self.num_kv_heads
-            ]
-        part = grouped_output[batch.queries]
         if self._split_k is not None and batch.max_query_len == 1:
-            self._split_k(grouped_query, table, batch.max_seq_len, part)
+            self._split_k(query, call.table, batch.max_seq_len, output)
         else:
-            self._attend(layer, grouped_query, table, batch, part)
-        if not isinstance(batch.queries, slice):
-            grouped_output[batch.queries] = part
+            self._attend_pages(layer, query, batch, call, output)
 
     @abstractmethod
-    def _attend(
+    def _attend_pages(
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        table: PageTable,
         batch: HeadwiseBatch,
+        call: Call,
         output: torch.Tensor,
     ) -> None:
-        """The backend's own call, over pages of single heads.
-
-        Args:
-            layer: vLLM's layer, with its scales.
-            query: `[num_queries, group, head_size]`, a sequence for each row and head.
-            table: Pages and lengths of these sequences.
-            batch: Where their queries start and what bounds their lengths.
-            output: Written in place, shaped as `query`.
-        """
+        """vLLM's call of the backend; arguments as in `_attend`."""
 
     def _at_hand(
         self, key: torch.Tensor, value: torch.Tensor, tokens: slice

@@ -5,7 +5,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvselect.engine.batch import HeadwiseBatch
+from vllm_kvselect.engine.headwise_batch import HeadwiseBatch
 from vllm_kvselect.engine.page_tables import SettledRows
 from vllm_kvselect.engine.prompts import Prompt
 from vllm_kvselect.engine.state import RetentionState
@@ -100,7 +100,8 @@ class HeadwiseTables:
         offsets = self._offsets[:num_rows]
         torch.index_select(self._state.offsets, 0, blocks, out=offsets)
         return HeadwiseBatch(
-            queries=slice(0, num_rows * self.num_kv_heads),
+            tokens=slice(0, num_rows),
+            pairs=(slice(0, num_rows),),
             query_start_loc=self._query_start_loc[: num_rows * self.num_kv_heads + 1],
             max_query_len=1,
             max_seq_len=common.max_seq_len,

@@ -11,11 +11,10 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_kvselect.engine.batch import HeadwiseBatch
 from vllm_kvselect.engine.cuda_backend import CudaBackend, CudaMetadataBuilder
 from vllm_kvselect.engine.cuda_impl import CudaImpl
+from vllm_kvselect.engine.headwise_batch import Call, HeadwiseBatch
 from vllm_kvselect.engine.headwise_impl import refuse_layer
-from vllm_kvselect.page_table import PageTable
 
 
 class HeadwiseFlashAttentionBackend(CudaBackend, FlashAttentionBackend):
@@ -48,31 +47,32 @@ class HeadwiseFlashAttentionImpl(CudaImpl, FlashAttentionImpl):
         # Its kernel takes blocks of 128 tokens and tables cut to the batch's longest request.
         refuse_layer(heads_of_256_channels_on_Blackwell=self.fa4_hd256)
 
-    def _attend(
+    def _attend_pages(
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        table: PageTable,
         batch: HeadwiseBatch,
+        call: Call,
         output: torch.Tensor,
     ) -> None:
         # One head, so a scale for every sequence.
-        scales = (len(table.seq_lens), 1)
+        scales = (len(call.table.seq_lens), 1)
         flash_attn.flash_attn_varlen_func(
             q=query,
             k=self._key_pages,
             v=self._value_pages,
             out=output,
-            cu_seqlens_q=batch.query_start_loc,
+            cu_seqlens_q=call.query_start_loc,
             max_seqlen_q=batch.max_query_len,
-            seqused_k=table.seq_lens,
+            seqused_k=call.table.seq_lens,
             max_seqlen_k=batch.max_seq_len,
             softmax_scale=self.scale,
             causal=True,
-            block_table=table.pages,
+            block_table=call.table.pages,
             fa_version=self.vllm_flash_attn_version,
             q_descale=layer._q_scale.expand(scales) if self.supports_quant_query_input else None,
             k_descale=layer._k_scale.expand(scales),
             v_descale=layer._v_scale.expand(scales),
             num_splits=batch.num_splits,
+            s_aux=call.sinks,
         )

@@ -13,8 +13,9 @@ from vllm.v1.attention.backend import AttentionLayer
 
 from vllm_kvselect.compaction import head_pages, retained_slots
 from vllm_kvselect.config import ConfigError
-from vllm_kvselect.engine.batch import Completion, HeadwiseBatch
+from vllm_kvselect.engine.batch import Completion
 from vllm_kvselect.engine.headwise import HeadwiseMetadata
+from vllm_kvselect.engine.headwise_batch import Call, HeadwiseBatch
 from vllm_kvselect.engine.memory import all_layers
 from vllm_kvselect.engine.pool import pool_moves
 from vllm_kvselect.engine.state import RetentionState
@@ -28,6 +29,7 @@ from vllm_kvselect.methods import (
     retain_pool,
     score_layer,
 )
+from vllm_kvselect.page_table import PageTable
 from vllm_kvselect.ranking import Candidates
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
@@ -43,6 +45,7 @@ class HeadwiseImpl(ABC):
     num_queries_per_kv: int
     head_size: int
     scale: float
+    sinks: torch.Tensor | None
     output_projection: OutputProjection | None = None
 
     def _connect(self, layer_index: int, state: RetentionState, twins: Twins) -> None:
@@ -129,7 +132,6 @@ class HeadwiseImpl(ABC):
         if not isinstance(tokens, slice):
             output[tokens] = part
 
-    @abstractmethod
     def _forward_headwise(
         self,
         layer: AttentionLayer,
@@ -139,6 +141,40 @@ class HeadwiseImpl(ABC):
         output: torch.Tensor,
     ) -> None:
         """Attention of the tokens past their prompts over the retained entries and the tail."""
+        by_head = (self.num_kv_heads, self.num_queries_per_kv)
+        # [num_tokens, num_heads, head_size] -> [num_tokens, num_kv_heads, group, head_size]
+        query = query.unflatten(1, by_head)
+        # Fails if it cannot be a view: what is written has to arrive.
+        output = output.view(-1, self.head_size).unflatten(0, (-1, *by_head))
+        for call in batch.calls(self._table(batch), self.num_kv_heads, self.sinks):
+            attended = call.take(output)
+            self._attend(layer, call.take(query), kv_cache, batch, call, attended)
+            call.put(attended, output)
+
+    @abstractmethod
+    def _table(self, batch: HeadwiseBatch) -> PageTable:
+        """Pages and lengths of the batch's sequences in this layer."""
+
+    @abstractmethod
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: HeadwiseBatch,
+        call: Call,
+        output: torch.Tensor,
+    ) -> None:
+        """The backend's own call, over pages of single heads.
+
+        Args:
+            layer: vLLM's layer, with its scales.
+            query: `[num_queries, group, head_size]`.
+            kv_cache: The layer's cache.
+            batch: What bounds the sequences' lengths.
+            call: Which sequences they are.
+            output: Written in place, shaped as `query`; rows may be apart.
+        """
 
     @abstractmethod
     def _read_keys(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
@@ -182,7 +218,7 @@ class HeadwiseImpl(ABC):
             pages = head_pages(chunk.blocks, self.num_kv_heads)
             key = self._read_keys(kv_cache, pages)[:, : chunk.end]
         query = self._scored_queries(query)
-        chunk.add(self._layer_index, query, key, self._score_scale)
+        chunk.add(self._layer_index, query, key, self._score_scale, self.sinks)
 
     def pack(
         self,
@@ -214,6 +250,7 @@ class HeadwiseImpl(ABC):
             completion.eviction,
             self._layer_index,
             self._twins_of(completion),
+            self.sinks,
         )
         if completion.kept is not None:
             candidates = completion.kept.keep(self._layer_index, candidates)

@@ -58,16 +58,14 @@ def token_indices(starts: np.ndarray, lens: np.ndarray) -> Indices:
     return np.arange(lens.sum()) + shift
 
 
-def head_queries(starts: np.ndarray, lens: np.ndarray, num_kv_heads: int) -> Indices:
-    """Indices `token * num_kv_heads + head`, by row, then head, then token."""
-    if (lens == 1).all():
-        return token_indices(starts * num_kv_heads, np.full_like(starts, num_kv_heads))
-    parts = [
-        (start + np.arange(n)) * num_kv_heads + head
-        for start, n in zip(starts, lens, strict=True)
-        for head in range(num_kv_heads)
-    ]
-    return np.concatenate(parts)
+def head_queries(
+    starts: np.ndarray, lens: np.ndarray, num_kv_heads: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of the ranges `start .. start + len` and KV heads: by range, then head, then token."""
+    ranges = [start + np.arange(n) for start, n in zip(starts, lens, strict=True)]
+    tokens = np.concatenate([np.tile(part, num_kv_heads) for part in ranges])
+    heads = np.concatenate([np.repeat(np.arange(num_kv_heads), n) for n in lens])
+    return tokens, heads
 
 
 def start_loc(lens: np.ndarray) -> np.ndarray:

@@ -12,13 +12,12 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_kvselect.engine.batch import HeadwiseBatch
 from vllm_kvselect.engine.cuda_backend import CudaBackend, CudaMetadataBuilder
 from vllm_kvselect.engine.cuda_impl import CudaImpl
 from vllm_kvselect.engine.headwise import HeadwiseMetadata
+from vllm_kvselect.engine.headwise_batch import Call, HeadwiseBatch
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.methods import Twins
-from vllm_kvselect.page_table import PageTable
 
 
 class HeadwiseTritonAttentionBackend(CudaBackend, TritonAttentionBackend):
@@ -79,34 +78,35 @@ class HeadwiseTritonAttentionImpl(CudaImpl, TritonAttentionImpl):
 
     segments: dict[str, Any]
 
-    def _attend(
+    def _attend_pages(
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        table: PageTable,
         batch: HeadwiseBatch,
+        call: Call,
         output: torch.Tensor,
     ) -> None:
         # One head, so a scale for every sequence.
-        scales = (len(table.seq_lens), 1)
+        scales = (len(call.table.seq_lens), 1)
         triton_attn.unified_attention(
             q=query,
             k=self._key_pages,
             v=self._value_pages,
             out=output,
-            cu_seqlens_q=batch.query_start_loc,
+            cu_seqlens_q=call.query_start_loc,
             max_seqlen_q=batch.max_query_len,
-            seqused_k=table.seq_lens,
+            seqused_k=call.table.seq_lens,
             max_seqlen_k=batch.max_seq_len,
             softmax_scale=self.scale,
             causal=True,
             window_size=self.sliding_window,
-            block_table=table.pages,
+            block_table=call.table.pages,
             softcap=self.logits_soft_cap,
             q_descale=layer._q_scale if query.dtype == self.fp8_dtype else None,
             k_descale=layer._k_scale.expand(scales),
             v_descale=layer._v_scale.expand(scales),
             kv_quant_mode=self._kv_quant_mode,
+            sinks=call.sinks,
             use_td=self.use_td,
             **self.segments,
         )

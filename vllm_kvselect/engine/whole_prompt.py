@@ -35,7 +35,14 @@ class PromptChunk:
         """Position after the chunk's last token."""
         return self.first_position + self.tokens.stop - self.tokens.start
 
-    def add(self, layer_index: int, query: torch.Tensor, key: torch.Tensor, scale: float) -> None:
+    def add(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> None:
         """Adds the chunk to the sums of one layer.
 
         Args:
@@ -43,8 +50,9 @@ class PromptChunk:
             query: Queries of the batch, `[num_tokens, num_heads, head_size]`.
             key: Keys up to the chunk's end, `[num_kv_heads, end, head_size]`.
             scale: Softmax scale of the layer.
+            sinks: Attention sinks of the layer, `[num_heads]`, or None.
         """
-        added = self.accumulator(query[self.tokens], key, self.first_position, scale)
+        added = self.accumulator(query[self.tokens], key, self.first_position, scale, sinks)
         self.sums[layer_index, :, : self.end] += added
 
 

@@ -54,7 +54,7 @@ def _try() -> None:
     """Runs both products once: what oneDNN cannot do here is known before anything is served."""
     for dtype in _DTYPES:
         key, query = torch.zeros(1, 2, 16, dtype=dtype), torch.zeros(1, 1, 16, dtype=dtype)
-        _call("snapkv_scores", query, key, 1.0, 1)
+        _call("snapkv_scores", query, key, 1.0, 1, None)
         _call("value_norms", key, _call("pack_weight", torch.zeros(1, 16, 1, 16, dtype=dtype)), 1)
 
 
@@ -72,12 +72,14 @@ def snapkv_scores(
     scale: float,
     config: EvictionConfig,
     layer_index: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of `snapkv.snapkv_scores`, for means over the group and maxima in the pooling."""
     as_usual = config.group_reduction == "mean" and config.pooling == "max"
     if key.dtype not in _DTYPES or key.shape[2] % 2 or not as_usual:
-        return snapkv.snapkv_scores(query, key, scale, config, layer_index)
-    return _call("snapkv_scores", _rows(query), _rows(key), scale, config.kernel_size)
+        return snapkv.snapkv_scores(query, key, scale, config, layer_index, sinks)
+    logits = None if sinks is None else sinks.float()
+    return _call("snapkv_scores", _rows(query), _rows(key), scale, config.kernel_size, logits)
 
 
 def value_norms(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,7 @@ def retain(
     config: EvictionConfig,
     layer_index: int = 0,
     twins: Twins = NO_TWINS,
+    sinks: torch.Tensor | None = None,
 ) -> Retention:
     """Scores, allocates and selects: the whole choice of one layer for one prompt.
 
@@ -61,11 +62,13 @@ def retain(
         config: Method and parameters.
         layer_index: The layer's place in the model.
         twins: Fast twins to call in place of the references.
+        sinks: The layer's attention sinks, `[num_heads]`, or None.
 
     Returns:
         The retained entries and the heads' runs.
     """
-    layer = score_layer(query, key, value, output_projection, scale, config, layer_index, twins)
+    inputs = (query, key, value, output_projection, scale)
+    layer = score_layer(*inputs, config, layer_index, twins, sinks)
     return retain_layer(layer, value, output_projection, num_packed, block_size, config, twins)
 
 
@@ -127,6 +130,7 @@ def score_layer(
     config: EvictionConfig,
     layer_index: int = 0,
     twins: Twins = NO_TWINS,
+    sinks: torch.Tensor | None = None,
 ) -> Candidates:
     """The first half of the choice, which needs a layer's tensors; arguments as in `retain`.
 
@@ -137,12 +141,12 @@ def score_layer(
     method, num_tokens = METHODS[config.method], value.shape[1]
     inputs = (query, key, scale)
     scorer, norms_of = (twins.get(part, part) for part in (method.scorer, value_norms))
-    scores = weights = scorer(*inputs, config, layer_index)[:, :num_tokens]
+    scores = weights = scorer(*inputs, config, layer_index, sinks)[:, :num_tokens]
     unpooled = config.stage_2_scores == "unpooled"
     if method.perturbation and (method.weigher or unpooled):
         stage_2 = config.model_copy(update={"kernel_size": 1}) if unpooled else config
         weigher = twins.get(method.weigher, method.weigher) if method.weigher else scorer
-        weights = weigher(*inputs, stage_2, layer_index)[:, :num_tokens]
+        weights = weigher(*inputs, stage_2, layer_index, sinks)[:, :num_tokens]
     norms = None
     if method.perturbation and (method.pooled or method.ranking is not by_score):
         assert output_projection is not None

@@ -14,12 +14,15 @@ from vllm_kvselect.scoring.h2o import accumulate, h2o_scores
 from vllm_kvselect.scoring.snapkv import snapkv_scores
 from vllm_kvselect.scoring.streaming_llm import streaming_llm_scores
 
-Scorer = Callable[[torch.Tensor, torch.Tensor, float, EvictionConfig, int], torch.Tensor]
-"""`(query, key, scale, config, layer_index)` -> `[num_kv_heads, num_prompt_tokens - window]`."""
+Scorer = Callable[
+    [torch.Tensor, torch.Tensor, float, EvictionConfig, int, torch.Tensor | None], torch.Tensor
+]
+"""`(query, key, scale, config, layer_index, sinks)` -> scores of what comes before the window,
+`[num_kv_heads, num_prompt_tokens - window]`."""
 
-Accumulator = Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]
-"""`(query, key, first_position, scale)` -> what a chunk of queries adds to the scores of keys so
-far, `[num_kv_heads, num_keys]`."""
+Accumulator = Callable[[torch.Tensor, torch.Tensor, int, float, torch.Tensor | None], torch.Tensor]
+"""`(query, key, first_position, scale, sinks)` -> what a chunk of queries adds to the scores of
+keys so far, `[num_kv_heads, num_keys]`."""
 
 Ranking = Callable[[Candidates, int, EvictionConfig], torch.Tensor]
 """`(candidates, even, config)` -> what allocation counts, of the candidates' shape."""

@@ -16,6 +16,7 @@ def random_scores(
     scale: float,
     config: EvictionConfig,
     layer_index: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Scores by a hash of seed, layer, head and position: the same on every device and run.
 
@@ -27,6 +28,7 @@ def random_scores(
         scale: Unused; every scorer has this signature.
         config: Gives `seed`.
         layer_index: The layer's place in the model.
+        sinks: Unused.
 
     Returns:
         `[num_kv_heads, num_prompt_tokens - window]`, float32 in [0, 1), multiples of 2**-24.

@@ -12,6 +12,7 @@ def defensive_scores(
     scale: float,
     config: EvictionConfig,
     layer_index: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Scores every entry before the window by the most attention that any row pays to it.
 
@@ -25,11 +26,12 @@ def defensive_scores(
         scale: Softmax scale, as the layer uses it.
         config: Gives `pooling` and `kernel_size`.
         layer_index: Unused; every scorer has this signature.
+        sinks: As in `window_attention`.
 
     Returns:
         `[num_kv_heads, num_prompt_tokens - window]`, at least float32.
     """
-    rows = window_attention(query, key, scale)[..., : key.shape[1] - query.shape[0]]
+    rows = window_attention(query, key, scale, sinks)[..., : key.shape[1] - query.shape[0]]
     if config.pooling == "max":
         worst = max_pool(rows.amax(dim=1), config.kernel_size)
     else:
@@ -45,6 +47,7 @@ def mean_attention(
     scale: float,
     config: EvictionConfig,
     layer_index: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mean attention of the window and the query group, not pooled: what stage 1 sums up.
 
@@ -54,8 +57,11 @@ def mean_attention(
         scale: Softmax scale.
         config: Unused.
         layer_index: Unused.
+        sinks: As in `window_attention`.
 
     Returns:
-        `[num_kv_heads, num_prompt_tokens - window]`: a row and the window's share sum to 1.
+        `[num_kv_heads, num_prompt_tokens - window]`: a row, the window's share and that of
+        the sinks sum to 1.
     """
-    return window_attention(query, key, scale).mean(dim=1)[:, : key.shape[1] - query.shape[0]]
+    rows = window_attention(query, key, scale, sinks)
+    return rows.mean(dim=1)[:, : key.shape[1] - query.shape[0]]

@@ -15,6 +15,7 @@ def h2o_scores(
     scale: float,
     config: EvictionConfig,
     layer_index: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Scores every entry before the window by its accumulated attention.
 
@@ -26,15 +27,20 @@ def h2o_scores(
         scale: Softmax scale.
         config: Gives `window`.
         layer_index: Unused; every scorer has this signature.
+        sinks: As in `window_attention`.
 
     Returns:
         `[num_kv_heads, num_prompt_tokens - window]`, at least float32.
     """
-    return accumulate(query, key, 0, scale)[:, : key.shape[1] - config.window]
+    return accumulate(query, key, 0, scale, sinks)[:, : key.shape[1] - config.window]
 
 
 def accumulate(
-    query: torch.Tensor, key: torch.Tensor, first_position: int, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    first_position: int,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention that a chunk of queries pays to every key so far.
 
@@ -47,6 +53,7 @@ def accumulate(
             `[num_kv_heads, first_position + num_queries, head_size]`.
         first_position: Position of the chunk's first token in the prompt.
         scale: Softmax scale.
+        sinks: As in `window_attention`.
 
     Returns:
         `[num_kv_heads, first_position + num_queries]`, at least float32: summed over the chunk's
@@ -60,6 +67,6 @@ def accumulate(
     for start in range(0, num_queries, step):
         stop = min(start + step, num_queries)
         seen = first_position + stop
-        rows = window_attention(query[start:stop], key[:, :seen], scale)
+        rows = window_attention(query[start:stop], key[:, :seen], scale, sinks)
         total[:, :seen] += rows.sum(dim=1)
     return total.div_(num_heads // num_kv_heads)

@@ -12,6 +12,7 @@ def snapkv_scores(
     scale: float,
     config: EvictionConfig,
     layer_index: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Scores every entry before the window by the window's attention to it.
 
@@ -26,12 +27,13 @@ def snapkv_scores(
         scale: Softmax scale, as the layer uses it.
         config: Gives `group_reduction`, `pooling` and `kernel_size`.
         layer_index: Unused; every scorer has this signature.
+        sinks: As in `window_attention`.
 
     Returns:
         `[num_kv_heads, num_prompt_tokens - window]`, at least float32.
     """
     window, num_kv_heads = query.shape[0], key.shape[0]
-    rows = window_attention(query, key, scale)
+    rows = window_attention(query, key, scale, sinks)
     if config.group_reduction == "mean":
         attention = rows.mean(dim=1)
     else:
@@ -40,16 +42,21 @@ def snapkv_scores(
     return pool(attention[:, : key.shape[1] - window], config.kernel_size)
 
 
-def window_attention(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+def window_attention(
+    query: torch.Tensor, key: torch.Tensor, scale: float, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention weights of the window's queries over the whole prompt.
 
     Args:
         query: `[window, num_heads, head_size]`, head `h` reads KV head `h // group`.
         key: `[num_kv_heads, num_prompt_tokens, head_size]`.
         scale: Softmax scale.
+        sinks: Attention sinks, `[num_heads]`: a logit that every softmax of the query head has
+            besides those of the keys (gpt-oss), or None.
 
     Returns:
-        `[num_kv_heads, group * window, num_prompt_tokens]`: rows sum to 1. At least float32.
+        `[num_kv_heads, group * window, num_prompt_tokens]`: rows sum to 1, or to what the sinks
+        leave of it. At least float32.
     """
     window, num_heads, head_size = query.shape
     num_kv_heads, num_prompt_tokens, _ = key.shape
@@ -61,7 +68,11 @@ def window_attention(query: torch.Tensor, key: torch.Tensor, scale: float) -> to
     future = torch.ones(window, window, dtype=torch.bool, device=key.device).triu(1)
     in_window = logits.view(num_kv_heads, -1, window, num_prompt_tokens)[..., -window:]
     in_window.masked_fill_(future, float("-inf"))
-    return torch.softmax(logits, dim=-1)
+    if sinks is None:
+        return torch.softmax(logits, dim=-1)
+    # [num_heads] -> [num_kv_heads, group * window, 1]
+    of_rows = sinks.to(dtype).repeat_interleave(window).view(num_kv_heads, -1, 1)
+    return torch.softmax(torch.cat((logits, of_rows), dim=-1), dim=-1)[..., :-1]
 
 
 def max_pool(scores: torch.Tensor, kernel_size: int) -> torch.Tensor:

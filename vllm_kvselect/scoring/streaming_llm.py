@@ -11,6 +11,7 @@ def streaming_llm_scores(
     scale: float,
     config: EvictionConfig,
     layer_index: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Scores by position: sinks before everything, then the later the better.
 
@@ -20,6 +21,7 @@ def streaming_llm_scores(
         scale: Unused; every scorer has this signature.
         config: Gives `num_sinks`.
         layer_index: Unused.
+        sinks: Unused.
 
     Returns:
         `[num_kv_heads, num_prompt_tokens - window]`, float32.

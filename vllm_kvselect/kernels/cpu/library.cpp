@@ -22,11 +22,13 @@ auto dispatch(const Tensor& tensor, const Function& function) {
 template <typename T>
 using element = std::remove_pointer_t<T>;
 
-// Pooled over `kernel_size` neighbouring tokens.
-Tensor snapkv_scores(const Tensor& query, const Tensor& key, double scale, int64_t kernel_size) {
+// Pooled over `kernel_size` neighbouring tokens; `sinks` are [num_heads] float.
+Tensor snapkv_scores(const Tensor& query, const Tensor& key, double scale, int64_t kernel_size,
+                     const std::optional<Tensor>& sinks) {
   TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1);
+  TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->numel() == query.size(1)));
   const Tensor attention = dispatch(key, [&](auto type) {
-    return WindowAttention<element<decltype(type)>>(query, key, scale).mean();
+    return WindowAttention<element<decltype(type)>>(query, key, scale, sinks).mean();
   });
   return max_pool(attention, kernel_size);
 }
@@ -171,7 +173,7 @@ Tensor read_entries(const Tensor& cache, const Tensor& slots, const Tensor& plac
 
 TORCH_LIBRARY(vllm_kvselect, library) {
   using namespace kvselect;
-  library.def("snapkv_scores(Tensor query, Tensor key, float scale, int kernel_size) -> Tensor", snapkv_scores);
+  library.def("snapkv_scores(Tensor query, Tensor key, float scale, int kernel_size, Tensor? sinks) -> Tensor", snapkv_scores);
   library.def("pack_weight(Tensor weight) -> Tensor", pack_weight);
   library.def("value_norms(Tensor value, Tensor packed, int group) -> Tensor", value_norms);
   library.def(

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "tiles.h"
 
@@ -30,7 +31,7 @@ inline Vec exp2(Vec x) {
 template <typename T>
 class WindowAttention {
  public:
-  WindowAttention(const Tensor& query, const Tensor& key, double scale)
+  WindowAttention(const Tensor& query, const Tensor& key, double scale, const std::optional<Tensor>& sinks)
       : query_(query), key_(key), window_(query.size(0)), num_kv_heads_(key.size(0)),
         num_tokens_(key.size(1)), head_size_(key.size(2)),
         num_rows_(query.size(1) / num_kv_heads_ * window_),
@@ -39,8 +40,10 @@ class WindowAttention {
         tiles_(num_tokens_, 64), packed_(num_kv_heads_ * head_size_ * padded_rows_, T(0)),
         maxima_(tiles_.count * padded_rows_), sums_(tiles_.count * padded_rows_),
         num_kept_(std::min(tiles_.count, kMostKept / (tiles_.size * padded_rows_))),
-        kept_(new float[num_kept_ * tiles_.size * padded_rows_]) {
+        kept_(new float[num_kept_ * tiles_.size * padded_rows_]),
+        sinks_(num_kv_heads_ * padded_rows_, kMasked) {
     pack_queries();
+    if (sinks) spread(sinks->const_data_ptr<float>(), scale);
   }
 
   // [num_kv_heads, num_tokens - window] float
@@ -48,7 +51,7 @@ class WindowAttention {
     Tensor scores = at::empty({num_kv_heads_, num_tokens_ - window_}, key_.options().dtype(at::kFloat));
     for (int64_t head = 0; head < num_kv_heads_; ++head) {
       compute_weights(head);
-      normalize();
+      normalize(&sinks_[head * padded_rows_]);
       average(head, scores.mutable_data_ptr<float>() + head * (num_tokens_ - window_));
     }
     return scores;
@@ -109,13 +112,22 @@ class WindowAttention {
     }
   }
 
+  // A sink is a logit that all rows of its query head have besides those of the keys.
+  void spread(const float* sinks, double scale) {
+    for (int64_t head = 0; head < num_kv_heads_; ++head)
+      for (int64_t row = 0; row < num_rows_; ++row)
+        sinks_[head * padded_rows_ + row] = static_cast<float>(sinks[(head * num_rows_ + row) / window_] / scale);
+  }
+
   // Turns every tile's sums into the factors that its weights lack, the mean's included.
-  void normalize() {
+  void normalize(const float* sinks) {
     const Vec scale(scale_), num_rows(static_cast<float>(num_rows_));
     for (int64_t r = 0; r < padded_rows_; r += kLanes) {
-      Vec maximum(kMasked), sum(0.f);
+      const Vec sink = Vec::loadu(&sinks[r]);
+      Vec maximum = sink;
       for (int64_t i = r; i < tiles_.count * padded_rows_; i += padded_rows_)
         maximum = at::vec::clamp_min(maximum, Vec::loadu(&maxima_[i]));
+      Vec sum = exp2((sink - maximum) * scale);
       for (int64_t i = r; i < tiles_.count * padded_rows_; i += padded_rows_) {
         const Vec factor = exp2((Vec::loadu(&maxima_[i]) - maximum) * scale);
         sum = at::vec::fmadd(Vec::loadu(&sums_[i]), factor, sum);
@@ -159,6 +171,7 @@ class WindowAttention {
   std::vector<float> maxima_, sums_;
   const int64_t num_kept_;         // tiles whose weights are kept
   std::unique_ptr<float[]> kept_;  // a vector would be zeroed first
+  std::vector<float> sinks_;       // of all rows, before scaling; masked where there are none
 };
 
 // What is no number is larger than all numbers, as in PyTorch's pooling.

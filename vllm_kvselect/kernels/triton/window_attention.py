@@ -26,6 +26,8 @@ _MOST_SPLITS = 32
 _LEAST_SPLIT = 512
 """Tokens of a part: 8,192 tokens of 8 heads make 128 programs, about one for each SM of an H100."""
 
+_LOG2_E = tl.constexpr(math.log2(math.e))
+
 
 def snapkv_scores(
     query: torch.Tensor,
@@ -33,16 +35,21 @@ def snapkv_scores(
     scale: float,
     config: EvictionConfig,
     layer_index: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of `scoring.snapkv.snapkv_scores`."""
     if query.dtype not in DTYPES:
-        return snapkv.snapkv_scores(query, key, scale, config, layer_index)
-    attention = window_attention(query, key, scale, config.group_reduction)
+        return snapkv.snapkv_scores(query, key, scale, config, layer_index, sinks)
+    attention = window_attention(query, key, scale, config.group_reduction, sinks)
     return pool(attention, config.pooling, config.kernel_size)
 
 
 def window_attention(
-    query: torch.Tensor, key: torch.Tensor, scale: float, group_reduction: str
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float,
+    group_reduction: str,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The mean over the window of each query head's attention, reduced over the query group.
 
@@ -52,6 +59,7 @@ def window_attention(
             own scale is then part of `scale`.
         scale: Softmax scale.
         group_reduction: `mean` or `max`.
+        sinks: Attention sinks, `[num_heads]`, or None.
 
     Returns:
         `[num_kv_heads, num_prompt_tokens - window]`, float32.
@@ -68,12 +76,13 @@ def window_attention(
     )
     scores = torch.empty(num_kv_heads, num_scored, dtype=torch.float32, device=key.device)
     shape = (num_tokens, window, group, head_size)
-    inputs = (query, *query.stride()[:2], key, *key.stride()[:2], scale * math.log2(math.e), *shape)
+    inputs = (query, *query.stride()[:2], key, *key.stride()[:2], scale * _LOG2_E.value, *shape)
     row_block = min(block, padded(num_rows))
     _normalizers_kernel[(num_splits, num_kv_heads, triton.cdiv(num_rows, row_block))](
         *inputs,
         normalizers,
         triton.cdiv(triton.cdiv(num_tokens, block), num_splits) * block,
+        sinks,
         ROWS=row_block,
         TOKENS=block,
         CHANNELS=channels,
@@ -112,6 +121,7 @@ def _normalizers_kernel(
     head_size,
     normalizers_ptr,
     split_size,
+    sinks_ptr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -135,6 +145,12 @@ def _normalizers_kernel(
     last_seen = num_tokens - window + position
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
+    if sinks_ptr is not None:
+        # As if the first part had one more key.
+        has_sink = is_row & (split == 0)
+        sink = tl.load(sinks_ptr + head * group + member, mask=has_sink, other=float("-inf"))
+        largest = sink.to(tl.float32) * _LOG2_E
+        total = tl.where(has_sink, 1.0, total)
     end = tl.minimum((split + 1) * split_size, num_tokens)
     for start in range(split * split_size, end, TOKENS):
         tokens = start + tl.arange(0, TOKENS)

@@ -1,0 +1,64 @@
+"""Requests of all methods in one engine, and the float64 model's word on each of them."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.engine.conftest import Answer, EngineFactory, preempting_all
+from tests.engine.float64 import BUDGET
+from tests.engine.float64_model import Answer as ExpectedAnswer
+from tests.engine.float64_model import Model
+from tests.engine.random_models import random_prompts
+from tests.engine.recorder import Recorder, recording
+from tests.method_cases import MethodCase
+
+EVICTION = {"budget": BUDGET, "allow_override": ["method", "budget"]}
+METHODS = ("adakv-perturb", "snapkv", "h2o", "random", "defensivekv", "pyramidkv", "layer-thetakv")
+CASES = [MethodCase(name) for name in METHODS]
+PROMPTS = random_prompts([300 + 7 * index for index in range(len(CASES))])
+
+
+class Served(NamedTuple):
+    """Answers of all methods at once, their prompts in chunks, preempted on the way."""
+
+    answers: list[Answer]
+    recorder: Recorder
+
+
+def serve_all_methods(start: EngineFactory) -> Served:
+    """Serves a prompt with each of the methods."""
+    extra_args: Any = [{"kv_eviction": case.method} for case in CASES]
+    with (
+        start(EVICTION, 40, max_num_batched_tokens=384) as engine,
+        recording(engine.worker.model_runner) as recorder,
+        preempting_all(4) as preempted,
+    ):
+        answers = engine.generate(PROMPTS, 40, extra_args)
+        # One that had its first token only was yet to be packed.
+        num_packed_again = sum(count > 1 for count in preempted)
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == len(CASES) + num_packed_again
+    return Served(answers, recorder)
+
+
+def check_method(index: int, served: Served, folder: Path, full_attention: list[int]) -> None:
+    """Compares tokens, their probabilities and what every head retains with the float64 model's.
+
+    Args:
+        index: Of the method.
+        served: What was served.
+        folder: The model.
+        full_attention: Its layers with full attention, and no others, which drop entries.
+    """
+    prompt, answer = PROMPTS[index], served.answers[index]
+    oracle = ExpectedAnswer(Model(folder), prompt, CASES[index])
+    logits = oracle.logits(answer.token_ids)
+    assert logits.argmax(-1).tolist() == answer.token_ids
+    logprobs = logits.log_softmax(-1).amax(-1).tolist()
+    assert answer.logprobs == pytest.approx(logprobs, abs=1e-3)
+    assert {layer for layer, _ in oracle.expected} == {*full_attention}
+    for (layer, head), expected in oracle.expected.items():
+        retained = served.recorder.retained[len(prompt), full_attention.index(layer)]
+        tokens = {token for owner, token in retained if owner == head}
+        assert len(tokens) == expected.count
+        expected.check(tokens)

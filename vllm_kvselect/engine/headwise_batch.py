@@ -1,0 +1,144 @@
+"""Tokens past their prompts as sequences of a one-head cache, and the calls that attend to them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_kvselect.engine.page_tables import SettledRows
+from vllm_kvselect.engine.rows import (
+    Rows,
+    Tokens,
+    head_queries,
+    on_device,
+    start_loc,
+    token_indices,
+)
+from vllm_kvselect.page_table import PageTable
+
+
+class Call(NamedTuple):
+    """Sequences that a kernel takes in one call.
+
+    Attributes:
+        pairs: Their (token, KV head) pairs, an index of `[num_tokens, num_kv_heads, ...]`.
+        query_start_loc: Where their queries start, `[num_sequences + 1]` int32.
+        table: Their pages `[num_sequences, width]` and lengths `[num_sequences]`.
+        sinks: Attention sinks of their query heads, `[group]`, or None.
+    """
+
+    pairs: tuple[Tokens | int, ...]
+    query_start_loc: torch.Tensor
+    table: PageTable
+    sinks: torch.Tensor | None
+
+    def take(self, by_head: torch.Tensor) -> torch.Tensor:
+        """Their part of `[num_tokens, num_kv_heads, group, head_size]`, sequence by sequence.
+
+        Returns:
+            `[num_queries, group, head_size]`; of contiguous tensors a view, if `pairs` permit.
+        """
+        return by_head[self.pairs].reshape(-1, *by_head.shape[2:])
+
+    def put(self, part: torch.Tensor, by_head: torch.Tensor) -> None:
+        """Writes back what `take` could not give as a view."""
+        if any(isinstance(index, torch.Tensor) for index in self.pairs):
+            by_head[self.pairs] = part.view(-1, *by_head.shape[len(self.pairs) :])
+
+
+@dataclass
+class HeadwiseBatch:
+    """Tokens past their prompts, as sequences of a one-head cache, one per (row, KV head).
+
+    Attributes:
+        tokens: The tokens, row by row.
+        pairs: Their (token, KV head) pairs, sequence by sequence, as in `Call`.
+        query_start_loc: `[num_rows * num_kv_heads + 1]` int32.
+        max_query_len: Most queries of a sequence.
+        max_seq_len: Upper bound on its entries.
+        rows: The rows they belong to.
+        table: Page tables of all layers, or None where they are built layer by layer: on a device,
+            or if a row's pages are only known after this step's selection.
+        num_splits: Most parts into which the kernel may cut a sequence; 0 leaves it to the kernel.
+    """
+
+    tokens: Tokens
+    pairs: tuple[Tokens, ...]
+    query_start_loc: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+    rows: SettledRows
+    table: PageTable | None
+    num_splits: int = 0
+
+    def calls(
+        self, table: PageTable, num_kv_heads: int, sinks: torch.Tensor | None
+    ) -> Iterator[Call]:
+        """All sequences in one call, or with attention sinks those of one KV head after the other.
+
+        A kernel takes one set of sinks for all sequences of a call.
+
+        Args:
+            table: Pages and lengths of a layer's sequences.
+            num_kv_heads: KV heads on this rank.
+            sinks: The layer's attention sinks, `[num_heads]`, or None.
+        """
+        if sinks is None:
+            yield Call(self.pairs, self.query_start_loc, table, None)
+            return
+        starts = self.query_start_loc[::num_kv_heads] // num_kv_heads
+        for head, of_head in enumerate(sinks.view(num_kv_heads, -1)):
+            pages, seq_lens = (part[head::num_kv_heads] for part in table)
+            # Kernels take rows of pages at any distance, but lengths side by side.
+            part = PageTable(pages, seq_lens.contiguous())
+            yield Call((self.tokens, head), starts, part, of_head)
+
+
+def headwise_batch(
+    rows: Rows, chosen: np.ndarray, common: CommonAttentionMetadata, num_kv_heads: int
+) -> HeadwiseBatch:
+    """Collects the tokens past the prompt of the chosen rows.
+
+    Args:
+        rows: The batch.
+        chosen: Row indices; each has a plan and tokens past its prompt.
+        common: vLLM's metadata of the batch.
+        num_kv_heads: KV heads on this rank.
+
+    Returns:
+        The sequences, still without page tables.
+    """
+    plans = np.array([rows.prompts[row].plan for row in chosen], dtype=np.int32)
+    stock_lens = rows.stock_lens[chosen]
+    lens = rows.query_lens[chosen] - stock_lens
+    starts = rows.query_start[chosen] + stock_lens
+    device = common.block_table_tensor.device
+    first_packed, tail_start = (
+        async_tensor_h2d(np.ascontiguousarray(plans[:, column]), device) for column in (0, 2)
+    )
+    indices = async_tensor_h2d(chosen, device)
+    table = common.block_table_tensor.index_select(0, indices)
+    tokens = on_device(token_indices(starts, lens), device)
+    pairs: tuple[Tokens, ...] = (tokens,)
+    if lens.max() > 1:
+        pairs = tuple(on_device(part, device) for part in head_queries(starts, lens, num_kv_heads))
+    return HeadwiseBatch(
+        tokens=tokens,
+        pairs=pairs,
+        query_start_loc=async_tensor_h2d(start_loc(np.repeat(lens, num_kv_heads)), device),
+        max_query_len=int(lens.max()),
+        max_seq_len=int(rows.seq_lens[chosen].max()),
+        rows=SettledRows(
+            block_table=table,
+            # The host may know no more than an upper bound.
+            seq_lens=common.seq_lens.index_select(0, indices),
+            first_packed=first_packed,
+            tail_start=tail_start,
+            first_packed_blocks=table.gather(1, first_packed[:, None].long()).squeeze(1).long(),
+        ),
+        table=None,
+    )
