@@ -56,6 +56,8 @@ def eviction(method: str = "adakv-perturb", **values: Any) -> EvictionConfig:
 FLASH, TRITON = HeadwiseFlashAttentionBackend, HeadwiseTritonAttentionBackend
 STOCK = {FLASH: FlashAttentionMetadata, TRITON: TritonAttentionMetadata}
 CALLS = {FLASH: (flash_attn, "flash_attn_varlen_func"), TRITON: (triton_attn, "unified_attention")}
+SCORERS = ("snapkv", "h2o", "defensivekv")
+"""A method of each way to score by attention."""
 DTYPES = {FLASH: "bfloat16", TRITON: "float32"}
 """The interpreter multiplies bfloat16 by its bits, and vLLM's kernel does not work around that."""
 
@@ -125,8 +127,10 @@ def test_every_step_is_that_of_the_oracle_with_the_kernels(
     mixed_steps(layers, past_prompts=not METHODS[method].pooled)
 
 
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "with_sinks"),
+    [*((method, False) for method in METHODS), *((method, True) for method in SCORERS)],
+)
 def test_every_step_is_that_of_the_oracle(method: str, with_sinks: bool) -> None:
     # The reference rounds norms to bfloat16, enough to change what is retained.
     layers = make_layers(FLASH, method, {value_norms: cuda.value_norms}, with_sinks=with_sinks)
