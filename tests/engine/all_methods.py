@@ -1,11 +1,14 @@
-"""Requests of all methods in one engine, and the float64 model's word on each of them."""
+"""A tiny model: requests of all methods in one engine, the float64 model's word on each of them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.engine.conftest import Answer, EngineFactory, preempting_all
+from tests.engine.conftest import BLOCK_SIZE, Answer, EngineFactory, _engine, preempting_all
 from tests.engine.float64 import BUDGET
 from tests.engine.float64_model import Answer as ExpectedAnswer
 from tests.engine.float64_model import Model
@@ -17,6 +20,26 @@ EVICTION = {"budget": BUDGET, "allow_override": ["method", "budget"]}
 METHODS = ("adakv-perturb", "snapkv", "h2o", "random", "defensivekv", "pyramidkv", "layer-thetakv")
 CASES = [MethodCase(name) for name in METHODS]
 PROMPTS = random_prompts([300 + 7 * index for index in range(len(CASES))])
+
+
+@contextmanager
+def engines_of(model: Path) -> Iterator[EngineFactory]:
+    """Engines of a model without a tokenizer, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        settings = {"skip_tokenizer_init": True, "block_size": BLOCK_SIZE, "max_model_len": 1024}
+        yield partial(_engine, model=model, **settings)
+
+
+def check_nothing_dropped_is_stock(start: EngineFactory) -> None:
+    """Compares prompts below the budget with an engine without eviction, bit for bit."""
+    prompts, answers = random_prompts([40, 150, 333]), []
+    for eviction in (None, {"method": "adakv-perturb", "budget": 512}):
+        with start(eviction, 40) as engine:
+            answers.append(
+                [(o.token_ids, o.logprobs) for o in engine.outputs(prompts, 24, logprobs=1)]
+            )
+    assert answers[0] == answers[1]
 
 
 class Served(NamedTuple):

@@ -1,15 +1,22 @@
 """Sliding windows beside full attention: a tiny Gemma 3, whose sliding layers stay vLLM's own."""
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.engine.all_methods import EVICTION, METHODS, Served, check_method, serve_all_methods
-from tests.engine.conftest import BLOCK_SIZE, Answer, Engine, EngineFactory, _engine
+from tests.engine.all_methods import (
+    EVICTION,
+    METHODS,
+    Served,
+    check_method,
+    check_nothing_dropped_is_stock,
+    engines_of,
+    serve_all_methods,
+)
+from tests.engine.conftest import BLOCK_SIZE, Answer, Engine, EngineFactory
 from tests.engine.float64 import num_packed, tail_begin
 from tests.engine.random_models import random_gemma3, random_prompts
 from vllm_kvselect.engine.block_manager import WindowManager
@@ -25,10 +32,8 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(gemma: Path) -> Iterator[EngineFactory]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        settings = {"skip_tokenizer_init": True, "block_size": BLOCK_SIZE, "max_model_len": 1024}
-        yield partial(_engine, model=gemma, **settings)
+    with engines_of(gemma) as start:
+        yield start
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +49,7 @@ def test_full_attention_drops_as_the_oracle_and_sliding_layers_drop_nothing(
 
 
 def test_nothing_dropped_is_stock(start: EngineFactory) -> None:
-    prompts, answers = random_prompts([40, 150, 333]), []
-    for eviction in (None, {"method": "adakv-perturb", "budget": 512}):
-        with start(eviction, 40) as engine:
-            answers.append(
-                [(o.token_ids, o.logprobs) for o in engine.outputs(prompts, 24, logprobs=1)]
-            )
-    assert answers[0] == answers[1]
+    check_nothing_dropped_is_stock(start)
 
 
 def blocks_by_group(engine: Engine, prompt: list[int], **settings: Any) -> list[list[int]]:
