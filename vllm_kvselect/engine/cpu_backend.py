@@ -43,7 +43,7 @@ class HeadwiseCPUMetadataBuilder(HeadwiseBuilder, CPUAttentionMetadataBuilder):
         spec = self.kv_cache_spec
         codec = PageCodec(self.isa, spec.dtype, spec.block_size, spec.head_size, twins)
         for index, layer in enumerate(layers):
-            layer.impl.start(index, self.isa, state, codec, twins)
+            layer.impl.start(index, layer.kv_cache, self.isa, state, codec, twins)
 
 
 class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
@@ -62,6 +62,7 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
     def start(
         self,
         layer_index: int,
+        kv_cache: torch.Tensor,
         isa: str,
         state: RetentionState,
         codec: PageCodec,
@@ -71,6 +72,7 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
 
         Args:
             layer_index: The layer's place in the group.
+            kv_cache: The layer's cache.
             isa: Instruction set of the kernel.
             state: State of the group's layers.
             codec: Inner order of the pages.
@@ -78,6 +80,7 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         """
         self._connect(layer_index, state, twins)
         self._isa, self._codec = isa, codec
+        self._key_pages, self._value_pages = one_head_view(all_layers(kv_cache)).chunk(2, dim=2)
         if self.sinks is not None and self.sinks.dtype != torch.bfloat16:
             self.sinks = self.sinks.float()  # what else the kernel takes
 
@@ -105,17 +108,15 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        kv_cache: torch.Tensor,
         batch: HeadwiseBatch,
         call: Call,
         output: torch.Tensor,
     ) -> None:
         attended = output.contiguous()  # as the kernel writes
-        key_pages, value_pages = one_head_view(all_layers(kv_cache)).chunk(2, dim=2)
         ops.cpu_attention_with_kv_cache(
             query=query,
-            key_cache=key_pages,
-            value_cache=value_pages,
+            key_cache=self._key_pages,
+            value_cache=self._value_pages,
             output=attended,
             query_start_loc=call.query_start_loc,
             seq_lens=call.table.seq_lens,

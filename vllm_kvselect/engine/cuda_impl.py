@@ -122,7 +122,6 @@ class CudaImpl(HeadwiseImpl):
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        kv_cache: torch.Tensor,
         batch: HeadwiseBatch,
         call: Call,
         output: torch.Tensor,

@@ -106,7 +106,7 @@ class HeadwiseImpl(ABC):
                 for completion in split.completions:
                     self.pack(query, key, value, kv_cache, completion)
         if split.headwise is not None:
-            self._forward_headwise(layer, query, kv_cache, split.headwise, output)
+            self._forward_headwise(layer, query, split.headwise, output)
         return output
 
     def _forward_stock(
@@ -136,7 +136,6 @@ class HeadwiseImpl(ABC):
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        kv_cache: torch.Tensor,
         batch: HeadwiseBatch,
         output: torch.Tensor,
     ) -> None:
@@ -148,7 +147,7 @@ class HeadwiseImpl(ABC):
         output = output.view(-1, self.head_size).unflatten(0, (-1, *by_head))
         for call in batch.calls(self._table(batch), self.num_kv_heads, self.sinks):
             attended = call.take(output)
-            self._attend(layer, call.take(query), kv_cache, batch, call, attended)
+            self._attend(layer, call.take(query), batch, call, attended)
             call.put(attended, output)
 
     @abstractmethod
@@ -160,7 +159,6 @@ class HeadwiseImpl(ABC):
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        kv_cache: torch.Tensor,
         batch: HeadwiseBatch,
         call: Call,
         output: torch.Tensor,
@@ -170,7 +168,6 @@ class HeadwiseImpl(ABC):
         Args:
             layer: vLLM's layer, with its scales.
             query: `[num_queries, group, head_size]`.
-            kv_cache: The layer's cache.
             batch: What bounds the sequences' lengths.
             call: Which sequences they are.
             output: Written in place, shaped as `query`; rows may be apart.
