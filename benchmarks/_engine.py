@@ -9,11 +9,12 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -38,16 +39,19 @@ class BenchmarkError(RuntimeError):
 
 
 def run_script(
-    main: Callable[..., None], measure: Callable[[Job], dict[str, Any]] | None = None
+    main: Callable[..., None],
+    measure: Callable[[Job], Any] | None = None,
+    answer: Callable[[Callable[[Job], Any]], None] | None = None,
 ) -> None:
     """Runs a benchmark, as the script that was started or as one of its own children.
 
     Args:
         main: The script's command; its parameters are the options.
         measure: What a child does with its job, where the script has children.
+        answer: How a child gives its answers; by default a single one.
     """
     if measure and sys.argv[1:] == [CHILD_ARGUMENT]:
-        _answer(measure)
+        (answer or _answer)(measure)
         return
     try:
         typer.run(main)
@@ -74,7 +78,7 @@ def run_child(script: str, job: Job) -> dict[str, Any]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=stock_environment() if job["eviction"] is None else plugin_environment(),
+            env=child_environment(job),
             text=True,
         )
         try:
@@ -215,13 +219,26 @@ def plugin_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
 
 
+def child_environment(job: Job) -> dict[str, str]:
+    """Returns a child's environment; without an `eviction` mapping, one without the plugin."""
+    return stock_environment() if job["eviction"] is None else plugin_environment()
+
+
+@contextmanager
+def reply_alone() -> Iterator[TextIO]:
+    """Gives the pipe to the parent for the answer alone, and sends everything else to the log.
+
+    vLLM logs to stdout, also from processes of its own; a duplicate is not inherited.
+    """
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as reply:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        yield reply
+
+
 def _answer(measure: Callable[[Job], dict[str, Any]]) -> None:
     """The child's side of `run_child`: reads the job, measures, writes one JSON line."""
     job = json.load(sys.stdin)
-    # vLLM logs to stdout, also from processes of its own. Keep the pipe to the parent for the
-    # answer alone (a duplicate is not inherited) and send everything else to the log.
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as reply:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with reply_alone() as reply:
         print(json.dumps(measure(job)), file=reply)
 
 

@@ -2,14 +2,17 @@
 
 Both read as many entries, so whatever the plugin's step takes longer is its own: page tables, the
 kernel's work plan for every layer, heads that no longer share a length. Prompts of the plugin are
-four blocks longer than what is retained of them; it decodes from the packed pages then. The engines
-run alternately, each in a fresh process. The last line of the output is one JSON object.
+four blocks longer than what is retained of them; it decodes from the packed pages then. With
+`--dropped-blocks 0` nothing is dropped and both take vLLM's path. The engines take turns of a few
+steps, in fresh processes every round. The last line of the output is one JSON object.
 """
 
 import json
 import statistics
 import time
-from itertools import pairwise, product
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,15 +23,14 @@ from _engine import (
     Job,
     blocks_retained,
     default_model,
-    describe,
     empty_prefix_cache,
     engine_arguments,
     machine,
-    run_child,
     run_script,
     table_console,
 )
 from _texts import plain_prompts
+from _turns import TurnTaker, answer_in_turns
 from rich.console import Console
 from rich.table import Table
 
@@ -39,9 +41,14 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 32
 """The plugin's own choice on CPU; what is retained is a whole number of these."""
-DROPPED_BLOCKS = 4
 
-Result = dict[str, Any]
+ENGINES = ("stock", "plugin")
+
+Case = tuple[int, int]
+"""How many requests decode, and the entries that each has per KV head."""
+
+Times = dict[str, list[float]]
+"""A median of every turn, in ms, by engine."""
 
 
 def main(
@@ -49,8 +56,12 @@ def main(
     batches: Annotated[str, typer.Option(help="Requests that decode at once.")] = "1,8,32",
     retained: Annotated[str, typer.Option(help="Entries per KV head.")] = "128,512,2048",
     method: Annotated[str, typer.Option(help="The plugin's method.")] = "adakv-perturb",
-    steps: Annotated[int, typer.Option(min=2, help="Steps that are timed; the median.")] = 60,
-    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    steps: Annotated[int, typer.Option(min=2, help="Timed steps of a turn; the median.")] = 4,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each engine; the median.")] = 20,
+    rounds: Annotated[int, typer.Option(min=1, help="Pairs of fresh processes.")] = 3,
+    dropped_blocks: Annotated[
+        int, typer.Option(min=0, help="By how much the plugin's prompts are longer.")
+    ] = 4,
     kv_mib: Annotated[int, typer.Option(min=1, help="KV cache of both engines, in MiB.")] = 3072,
     dtype: str = "bfloat16",
     enforce_eager: Annotated[
@@ -63,7 +74,7 @@ def main(
     cases = list(product(_integers(batches), _integers(retained)))
     if any(entries % BLOCK_SIZE for _, entries in cases):
         raise BenchmarkError(f"--retained must be multiples of {BLOCK_SIZE}, not {retained}")
-    longest = max(entries for _, entries in cases) + DROPPED_BLOCKS * BLOCK_SIZE
+    longest = max(entries for _, entries in cases) + dropped_blocks * BLOCK_SIZE
     # The first request decodes while those behind it are prefilled, in a few steps each.
     before = max(batch for batch, _ in cases) * (1 + longest // 1024)
     stock: Job = {
@@ -71,19 +82,22 @@ def main(
         "dtype": dtype,
         "enforce_eager": enforce_eager,
         "kv_bytes": kv_mib * MIB,
-        "max_model_len": longest + before + steps + 8,
+        "max_model_len": longest + before + turns * (steps + 1) + 8,
         "steps": steps,
+        "turns": turns,
         "cases": cases,
+        "longer_by": 0,
         "eviction": None,
     }
     budget = max(entries for _, entries in cases)
     eviction = EvictionConfig.parse(
         {"method": method, "budget": budget, "allow_override": ["budget"]}
     )
-    jobs = {"stock": stock, "plugin": {**stock, "eviction": eviction.model_dump()}}
-    measured = _measure_rounds(jobs, rounds)
-    rows = [_row(case, measured, index) for index, case in enumerate(cases)]
-    _print_table(rows, measured[0]["plugin"]["num_layers"])
+    longer_by = dropped_blocks * BLOCK_SIZE
+    plugin = {**stock, "longer_by": longer_by, "eviction": eviction.model_dump()}
+    measured, num_layers = _measure_rounds({"stock": stock, "plugin": plugin}, rounds)
+    rows = [_row(case, [each[index] for each in measured]) for index, case in enumerate(cases)]
+    _print_table(rows, num_layers)
     settings |= {"model": Path(model).name}
     print(json.dumps({"cases": rows, "settings": settings, "machine": machine()}))
 
@@ -95,30 +109,56 @@ def _integers(text: str) -> list[int]:
         raise BenchmarkError(f"{text!r} is no list of integers, such as 1,8,32") from None
 
 
-def _measure_rounds(jobs: dict[str, Job], rounds: int) -> list[dict[str, Result]]:
-    """Runs both engines once a round, in alternating order so that a slow drift cancels out."""
+def _measure_rounds(jobs: dict[str, Job], rounds: int) -> tuple[list[list[Times]], int]:
+    """Measures every case in every round; also returns the number of layers."""
     measured = []
+    cases, turns = jobs["stock"]["cases"], jobs["stock"]["turns"]
     with Console(stderr=True).status("starting") as status:
         for index in range(rounds):
-            names = list(jobs) if index % 2 == 0 else list(reversed(jobs))
-            results = {}
-            for name in names:
-                status.update(f"round {index + 1} of {rounds}: {name}")
-                results[name] = run_child(__file__, jobs[name])
-            measured.append(results)
-    return measured
+            with ExitStack() as stack:
+                status.update(f"round {index + 1} of {rounds}: starting")
+                # One after the other: vLLM looks at the memory that is free.
+                engines, num_layers = {}, 0
+                for name in ENGINES:
+                    engines[name] = stack.enter_context(TurnTaker(__file__, jobs[name]))
+                    num_layers = engines[name].turn()
+                results = []
+                for batch, entries in cases:
+                    status.update(f"round {index + 1} of {rounds}: {batch} x {entries}")
+                    results.append(_measure_case(engines, turns))
+                measured.append(results)
+    return measured, num_layers
 
 
-def _row(case: tuple[int, int], measured: list[dict[str, Result]], index: int) -> dict[str, Any]:
+def _measure_case(engines: dict[str, TurnTaker], turns: int) -> Times:
+    """Lets both engines prefill and then step in turns; who is first changes with every turn."""
+    for engine in engines.values():
+        engine.turn()
+    times: Times = {name: [] for name in engines}
+    for turn in range(turns):
+        for name in ENGINES if turn % 2 == 0 else reversed(ENGINES):
+            times[name].append(engines[name].turn())
+    for engine in engines.values():
+        engine.turn()
+    return times
+
+
+def _row(case: Case, measured: list[Times]) -> dict[str, Any]:
+    ratios = [
+        statistics.median(
+            ours / theirs for ours, theirs in zip(times["plugin"], times["stock"], strict=True)
+        )
+        for times in measured
+    ]
     stock, plugin = (
-        [each[name]["milliseconds"][index] for each in measured] for name in ("stock", "plugin")
+        statistics.median(milliseconds for times in measured for milliseconds in times[name])
+        for name in ENGINES
     )
-    ratios = [ours / theirs for ours, theirs in zip(plugin, stock, strict=True)]
     return {
         "batch": case[0],
         "retained": case[1],
-        "stock_ms": round(statistics.median(stock), 2),
-        "plugin_ms": round(statistics.median(plugin), 2),
+        "stock_ms": round(stock, 2),
+        "plugin_ms": round(plugin, 2),
         "ratio": round(statistics.median(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
     }
@@ -129,7 +169,7 @@ def _print_table(rows: list[dict[str, Any]], num_layers: int) -> None:
     for column in ("batch", "entries", "stock ms", "plugin ms", "ratio", "more per layer"):
         table.add_column(column, justify="right")
     for row in rows:
-        more = (row["plugin_ms"] - row["stock_ms"]) / num_layers * 1e3
+        more = (row["ratio"] - 1) * row["stock_ms"] / num_layers * 1e3
         table.add_row(
             str(row["batch"]),
             str(row["retained"]),
@@ -141,38 +181,46 @@ def _print_table(rows: list[dict[str, Any]], num_layers: int) -> None:
     table_console().print(table)
 
 
-def measure(job: Job) -> Result:
-    """The child's part: the median time of a decode step in every case, on one engine."""
+def measure(job: Job) -> Iterator[Any]:
+    """The child's part: says how many layers there are, then goes through the cases.
+
+    In every case the first answer comes after the prefill, then one per turn with the median time
+    of its steps in ms, and one after the cache is emptied.
+    """
     from transformers import AutoTokenizer
     from vllm import LLM
 
     llm = LLM(**engine_arguments(job))
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
-    milliseconds = []
-    for batch, entries in job["cases"]:
-        length = entries if job["eviction"] is None else entries + DROPPED_BLOCKS * BLOCK_SIZE
-        prompts, _ = plain_prompts(tokenizer, batch, length)
-        _check(job, length, entries)
-        milliseconds.append(_decode(llm, prompts, entries, job))
-        empty_prefix_cache(llm)
     config = llm.llm_engine.vllm_config
-    num_layers = config.model_config.get_num_layers(config.parallel_config)
-    return {"milliseconds": milliseconds, "num_layers": num_layers, **describe(llm)}
+    yield config.model_config.get_num_layers(config.parallel_config)
+    for batch, entries in job["cases"]:
+        length = entries + job["longer_by"]
+        prompts, _ = plain_prompts(tokenizer, batch, length)
+        if job["eviction"] is not None:
+            _check(job["eviction"], length, entries)
+        ids = _prefill(llm, prompts, entries, job)
+        yield None
+        for _ in range(job["turns"]):
+            yield _median_step(llm, len(ids), job["steps"])
+        llm.llm_engine.abort_request(ids)
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+        empty_prefix_cache(llm)
+        yield None
 
 
-def _check(job: Job, length: int, entries: int) -> None:
-    if job["eviction"] is None:
-        return
-    blocks = blocks_retained(length, BLOCK_SIZE, {**job["eviction"], "budget": entries})
+def _check(eviction: dict[str, Any], length: int, entries: int) -> None:
+    blocks = blocks_retained(length, BLOCK_SIZE, {**eviction, "budget": entries})
     if blocks * BLOCK_SIZE != entries:
         raise RuntimeError(f"{blocks} blocks are retained of {length} tokens, not {entries} / 32")
 
 
-def _decode(llm: "LLM", prompts: list[list[int]], entries: int, job: Job) -> float:
-    """Prefills all prompts, then times steps in which every request decodes one token."""
+def _prefill(llm: "LLM", prompts: list[list[int]], entries: int, job: Job) -> list[str]:
+    """Starts a request for every prompt and steps until all have their first token."""
     from vllm import SamplingParams
 
-    engine, steps = llm.llm_engine, job["steps"]
+    engine = llm.llm_engine
     extra = {"kv_eviction_budget": entries} if job["eviction"] is not None else None
     params = SamplingParams(
         temperature=0.0,
@@ -187,17 +235,24 @@ def _decode(llm: "LLM", prompts: list[list[int]], entries: int, job: Job) -> flo
     decoding: set[str] = set()
     while len(decoding) < len(ids):
         decoding |= {output.request_id for output in engine.step() if output.outputs}
-    times = [time.perf_counter()]
-    while len(times) <= steps:
-        if len(engine.step()) != len(ids):
+    engine.step()  # packs what the last prompts retain
+    return ids
+
+
+def _median_step(llm: "LLM", num_requests: int, steps: int) -> float:
+    """Times a turn's steps; the first one, with the other engine's data in the caches, is left out.
+
+    Raises:
+        RuntimeError: If they are not steps in which every request decodes a token.
+    """
+    milliseconds = []
+    for _ in range(steps + 1):
+        start = time.perf_counter()
+        if len(llm.llm_engine.step()) != num_requests:
             raise RuntimeError("a request was preempted or ended while steps were timed")
-        times.append(time.perf_counter())
-    engine.abort_request(ids)
-    while engine.has_unfinished_requests():
-        engine.step()
-    seconds = [after - before for before, after in pairwise(times)]
-    return statistics.median(seconds[1:]) * 1e3
+        milliseconds.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(milliseconds[1:])
 
 
 if __name__ == "__main__":
-    run_script(main, measure)
+    run_script(main, measure, answer_in_turns)

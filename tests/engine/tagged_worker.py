@@ -255,6 +255,9 @@ class TaggedWorker:
     def _read_stock(self, split: Split) -> None:
         """vLLM's own attention reads every token from a request's first one on."""
         rows = [row for row in self.rows if row.num_computed < row.stock_len]
+        if split.stock is None:
+            require(not rows, "no prompt tokens are vLLM's")
+            return
         require(split.stock.num_reqs == len(rows), "not all prompt tokens are vLLM's")
         tables, seq_lens = split.stock.block_table_tensor.numpy(), split.stock.seq_lens.tolist()
         for row, table, seq_len in zip(rows, tables, seq_lens, strict=True):

@@ -18,7 +18,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.headwise_batch import HeadwiseBatch, headwise_batch
 from vllm_kvselect.engine.page_tables import PageTables, SettledRows
 from vllm_kvselect.engine.pool import KeptCandidates
-from vllm_kvselect.engine.prompts import PromptsOf
+from vllm_kvselect.engine.prompts import Prompt, PromptsOf
 from vllm_kvselect.engine.rows import (
     Rows,
     Tokens,
@@ -97,7 +97,7 @@ class Split:
     """A batch in which something is dropped, or about to be.
 
     Attributes:
-        stock: The part that vLLM's own call computes; it may have no requests.
+        stock: The part that vLLM's own call computes, or None if there is none.
         stock_tokens: Its tokens; None stands for the whole batch as it is.
         prompt_chunks: Chunks to add to their prompts' sums after that call.
         completions: Rows to select and pack then.
@@ -105,7 +105,7 @@ class Split:
         headwise: Tokens that read retained entries, computed last, or None.
     """
 
-    stock: CommonAttentionMetadata
+    stock: CommonAttentionMetadata | None
     stock_tokens: Tokens | None
     prompt_chunks: list[PromptChunk]
     completions: list[Completion]
@@ -143,30 +143,40 @@ class Splitter:
 
     def split(self, common: CommonAttentionMetadata) -> Split | None:
         """Splits a batch, or returns None when nobody in it drops anything in this step."""
-        rows = self.rows(common)
+        prompts = self._prompts_of(common)
+        if all(prompt.plan is None for prompt in prompts):
+            return None
+        rows = self._rows(common, prompts)
+        stock_lens = rows.stock_lens
+        settled = np.flatnonzero(stock_lens < rows.query_lens)
+        if not stock_lens.any():
+            return Split(None, None, [], [], [], self._headwise(rows, settled, common))
         block_table = common.block_table_tensor
         windows = self._partial_windows(rows)
         chunks = self._prompt_chunks(rows, block_table)
-        completing = rows.completing
-        settled = np.flatnonzero(rows.stock_lens < rows.query_lens)
-        if not (completing.any() or settled.size or windows or chunks):
+        completing = np.flatnonzero(rows.completing)
+        if not (completing.size or settled.size or windows or chunks):
             return None
-        completions = [
-            self._completion(rows, int(row), block_table) for row in np.flatnonzero(completing)
-        ]
+        completions = [self._completion(rows, int(row), block_table) for row in completing]
         if not settled.size:
             return Split(common, None, chunks, completions, windows, None)
-        headwise = headwise_batch(rows, settled, common, self._num_kv_heads)
-        if not completing[settled].any():
-            headwise.table = self._table_of(headwise.rows)
+        headwise = self._headwise(rows, settled, common)
         stock, stock_tokens = stock_part(rows, common)
         return Split(stock, stock_tokens, chunks, completions, windows, headwise)
 
-    def rows(self, common: CommonAttentionMetadata) -> Rows:
+    def _headwise(
+        self, rows: Rows, settled: np.ndarray, common: CommonAttentionMetadata
+    ) -> HeadwiseBatch:
+        """The tokens past their prompts, with page tables unless this step's choice makes them."""
+        headwise = headwise_batch(rows, settled, common, self._num_kv_heads)
+        if not rows.completing[settled].any():
+            headwise.table = self._table_of(headwise.rows)
+        return headwise
+
+    def _rows(self, common: CommonAttentionMetadata, prompts: list[Prompt]) -> Rows:
         """The rows of a batch, as far as the host knows them."""
         query_start = common.query_start_loc_cpu.numpy().astype(np.int64)
         seq_lens = self._seq_lens(common).numpy().astype(np.int64)
-        prompts = self._prompts_of(common)
         prompt_lens = [
             length if prompt.plan is None else prompt.num_tokens
             for prompt, length in zip(prompts, seq_lens, strict=True)

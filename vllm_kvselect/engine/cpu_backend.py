@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
-from vllm import envs
 from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -13,6 +12,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_kvselect.engine.cpu_pages import PageCodec, one_head_view, write_entries
+from vllm_kvselect.engine.cpu_schedules import Schedules
 from vllm_kvselect.engine.headwise import HeadwiseBuilder
 from vllm_kvselect.engine.headwise_batch import Call, HeadwiseBatch
 from vllm_kvselect.engine.headwise_impl import HeadwiseImpl, refuse_layer
@@ -42,8 +42,9 @@ class HeadwiseCPUMetadataBuilder(HeadwiseBuilder, CPUAttentionMetadataBuilder):
     def _start_layers(self, layers: list[Any], state: RetentionState, twins: Twins) -> None:
         spec = self.kv_cache_spec
         codec = PageCodec(self.isa, spec.dtype, spec.block_size, spec.head_size, twins)
+        schedules = Schedules(self.isa)
         for index, layer in enumerate(layers):
-            layer.impl.start(index, layer.kv_cache, self.isa, state, codec, twins)
+            layer.impl.start(index, layer.kv_cache, self.isa, state, codec, schedules, twins)
 
 
 class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
@@ -66,6 +67,7 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         isa: str,
         state: RetentionState,
         codec: PageCodec,
+        schedules: Schedules,
         twins: Twins,
     ) -> None:
         """Connects the layer to its group.
@@ -76,10 +78,11 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
             isa: Instruction set of the kernel.
             state: State of the group's layers.
             codec: Inner order of the pages.
+            schedules: The kernel's work plans.
             twins: Kernels to call in place of the references.
         """
         self._connect(layer_index, state, twins)
-        self._isa, self._codec = isa, codec
+        self._isa, self._codec, self._schedules = isa, codec, schedules
         self._key_pages, self._value_pages = one_head_view(all_layers(kv_cache)).chunk(2, dim=2)
         if self.sinks is not None and self.sinks.dtype != torch.bfloat16:
             self.sinks = self.sinks.float()  # what else the kernel takes
@@ -97,9 +100,9 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         write_entries(cache, key, value, targets, self._isa)
 
     def _table(self, batch: HeadwiseBatch) -> PageTable:
-        layer, table = self._layer_index, batch.table
-        if table is not None:
-            return PageTable(table.pages[layer], table.seq_lens[layer])
+        layer = self._layer_index
+        if batch.table is not None:
+            return batch.by_layer[layer]
         only = slice(layer, layer + 1)
         table = batch.rows.page_table(self._state.offsets, self._codec.block_size, only)
         return PageTable(table.pages[0], table.seq_lens[0])
@@ -126,24 +129,8 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
             sliding_window=-1,
             block_table=call.table.pages,
             softcap=0.0,
-            scheduler_metadata=self._schedule(call, query.dtype),
+            scheduler_metadata=self._schedules.of(self._layer_index, batch, call, query),
             s_aux=call.sinks,
         )
         if attended is not output:
             output.copy_(attended)
-
-    def _schedule(self, call: Call, dtype: torch.dtype) -> torch.Tensor:
-        """The kernel's work plan for sequences of these lengths."""
-        return ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=call.table.seq_lens.numel(),
-            num_heads=self.num_queries_per_kv,
-            num_kv_heads=1,
-            head_dim=self.head_size,
-            seq_lens=call.table.seq_lens,
-            dtype=dtype,
-            query_start_loc=call.query_start_loc,
-            causal=True,
-            sliding_window_size=-1,
-            isa=self._isa,
-            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-        )

@@ -54,7 +54,7 @@ class DeviceSplitter(Splitter):
         """
         if common.max_query_len != 1:
             return None
-        rows = self.rows(common)
+        rows = self._rows(common, self._prompts_of(common))
         in_prompt = rows.stock_lens > 0
         if any(in_prompt[row] and prompt.plan for row, prompt in enumerate(rows.prompts)):
             return None
@@ -142,7 +142,7 @@ class CudaMetadataBuilder(HeadwiseBuilder):
             return self._build_stock(common_prefix_len, common, fast_build)
         num_splits = 1 if envs.VLLM_BATCH_INVARIANT else self._max_num_splits(in_graph)
         batch = self.tables.decode_batch(prompts, common, num_splits)
-        return HeadwiseMetadata(Split(common, None, [], [], [], batch), None)
+        return HeadwiseMetadata(Split(None, None, [], [], [], batch), None)
 
     def _max_num_splits(self, in_graph: bool) -> int:
         """Parts into which the call may cut a sequence; 0 leaves it to the call."""

@@ -27,7 +27,7 @@ class HeadwiseMetadata:
 
     Attributes:
         split: The batch's parts.
-        stock: vLLM's metadata of `split.stock`, or None if that has no requests.
+        stock: vLLM's metadata of `split.stock`, or None if there is none.
     """
 
     split: Split
@@ -105,7 +105,7 @@ class HeadwiseBuilder(ABC):
         if split is None:
             return self._build_stock(common_prefix_len, common_attn_metadata, fast_build)
         stock = None
-        if split.stock.num_reqs:
+        if split.stock is not None:
             stock = self._build_stock(common_prefix_len, split.stock, fast_build)
         return HeadwiseMetadata(split, stock)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +43,9 @@ class Call(NamedTuple):
         Returns:
             `[num_queries, group, head_size]`; of contiguous tensors a view, if `pairs` permit.
         """
-        return by_head[self.pairs].reshape(-1, *by_head.shape[2:])
+        if self.pairs != (slice(0, len(by_head)),):
+            by_head = by_head[self.pairs]
+        return by_head.flatten(0, -3)
 
     def put(self, part: torch.Tensor, by_head: torch.Tensor) -> None:
         """Writes back what `take` could not give as a view."""
@@ -74,6 +77,12 @@ class HeadwiseBatch:
     rows: SettledRows
     table: PageTable | None
     num_splits: int = 0
+
+    @cached_property
+    def by_layer(self) -> list[PageTable]:
+        """The page tables of all layers one by one; `table` must be there."""
+        assert self.table is not None
+        return [PageTable(*layer) for layer in zip(*map(torch.unbind, self.table), strict=True)]
 
     def calls(
         self, table: PageTable, num_kv_heads: int, sinks: torch.Tensor | None

@@ -140,11 +140,10 @@ class HeadwiseImpl(ABC):
         output: torch.Tensor,
     ) -> None:
         """Attention of the tokens past their prompts over the retained entries and the tail."""
-        by_head = (self.num_kv_heads, self.num_queries_per_kv)
-        # [num_tokens, num_heads, head_size] -> [num_tokens, num_kv_heads, group, head_size]
-        query = query.unflatten(1, by_head)
+        # [num_tokens, num_heads, head_size], or heads and their elements flattened in the output.
+        by_head = (len(query), self.num_kv_heads, self.num_queries_per_kv, self.head_size)
         # Fails if it cannot be a view: what is written has to arrive.
-        output = output.view(-1, self.head_size).unflatten(0, (-1, *by_head))
+        query, output = query.view(by_head), output.view(by_head)
         for call in batch.calls(self._table(batch), self.num_kv_heads, self.sinks):
             attended = call.take(output)
             self._attend(layer, call.take(query), batch, call, attended)
