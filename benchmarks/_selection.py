@@ -80,7 +80,8 @@ def parts(
         return twins.get(reference, reference)
 
     method, block_size = METHODS[config.method], shape.block_size
-    query, key, value, projection = layer(shape, length, config.window, twins is cpu.TWINS, device)
+    query, key, value, projection = layer(shape, length, config.window, device)
+    prepared = cpu.pack(projection) if twins is cpu.TWINS else projection
     scale = shape.head_size**-0.5
     num_packed = max(1, round(config.budget * length) // block_size - 1)
     num_retained = num_packed * shape.kv_heads * block_size
@@ -90,7 +91,7 @@ def parts(
     pages = fast(method.allocator)(scores, num_packed, block_size, config)
     budgets = pages * block_size
     options = (budgets, num_retained, config.alpha, config.eps)
-    retained = fast(select_pruned)(scores, scores, value, projection, *options)
+    retained = fast(select_pruned)(scores, scores, value, prepared, *options)
     # The reference's norms: the CPU kernel needs somewhat fewer.
     stage_1 = stage_1_mask(scores, budgets, config.alpha)
     norms = needed_value_norms(scores, value, projection, stage_1, budgets, config.eps)
@@ -112,7 +113,7 @@ def parts(
         ),
         Part(
             f"two stages, {num_norms / scores.numel():.0%} of the norms",
-            lambda: fast(select_pruned)(scores, scores, value, projection, *options),
+            lambda: fast(select_pruned)(scores, scores, value, prepared, *options),
             (value.numel() + projection.weight.numel()) * BF16 + row + 8 * num_retained,
             # The bounds of all, the projection of those needed.
             2 * value.numel() * shape.head_size
@@ -166,7 +167,7 @@ def _reads_of_pages(
 
 
 def layer(
-    shape: LayerShape, length: int, window: int, packed: bool, device: str
+    shape: LayerShape, length: int, window: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, OutputProjection]:
     """Queries of the window, keys and values as the fused projection leaves them, and W_O."""
     torch.manual_seed(0)
@@ -180,10 +181,8 @@ def layer(
         shape.kv_heads, shape.head_size, shape.group, shape.hidden_size, device=device
     )
     weight = (weight * shape.hidden_size**-0.5).bfloat16()
-    projection = OutputProjection.of(weight)
-    if packed:
-        projection = cpu.pack(projection)
-    return query[-window:], key.transpose(0, 1), value.transpose(0, 1), projection
+    tensors = (query[-window:], key.transpose(0, 1), value.transpose(0, 1))
+    return *tensors, OutputProjection.of(weight)
 
 
 def report(

@@ -41,7 +41,7 @@ from vllm_kvselect.engine.headwise import HeadwiseMetadata
 from vllm_kvselect.engine.triton_attention import HeadwiseTritonAttentionBackend
 from vllm_kvselect.engine.warm_up import warm_up
 from vllm_kvselect.methods import METHODS, NO_TWINS, Twins
-from vllm_kvselect.scoring.value_norms import value_norms
+from vllm_kvselect.scoring.value_norms import projected_value_norms
 
 pytest.importorskip("triton")
 from vllm_kvselect.kernels import cuda
@@ -133,7 +133,9 @@ def test_every_step_is_that_of_the_oracle_with_the_kernels(
 )
 def test_every_step_is_that_of_the_oracle(method: str, with_sinks: bool) -> None:
     # The reference rounds norms to bfloat16, enough to change what is retained.
-    layers = make_layers(FLASH, method, {value_norms: cuda.value_norms}, with_sinks=with_sinks)
+    layers = make_layers(
+        FLASH, method, {projected_value_norms: cuda.projected_value_norms}, with_sinks=with_sinks
+    )
     mixed_steps(layers, past_prompts=not METHODS[method].pooled)
 
 

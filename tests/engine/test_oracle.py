@@ -144,13 +144,16 @@ def test_methods_choose_from_real_tensors_as_the_oracles(
     prompt_len = len(real_layers[0].query)
     size = (num_packed(prompt_len), BLOCK_SIZE, case.config())
     if METHODS[case.method].pooled:
-        scored = [score_layer(*inputs(case, layer), size[-1], twins=twins) for layer in real_layers]
+        scored = [
+            score_layer(*inputs(case, layer, kernels), size[-1], twins=twins)
+            for layer in real_layers
+        ]
         retention = retain_pool(Candidates.stack(scored), *size, twins=twins)
         retentions = [(retention, expect(case, real_layers))]
     else:
         retentions = [
             (
-                retain(*inputs(case, layer), *size, layer_index=index, twins=twins),
+                retain(*inputs(case, layer, kernels), *size, layer_index=index, twins=twins),
                 expect(case, [layer], index),
             )
             for index, layer in enumerate(real_layers)
@@ -160,15 +163,17 @@ def test_methods_choose_from_real_tensors_as_the_oracles(
         check_heads({divmod(index, tail_begin(prompt_len)) for index in flat}, expected)
 
 
-def inputs(case: MethodCase, layer: Layer) -> tuple[Any, ...]:
-    """Float32 arguments of the package, up to the scale."""
+def inputs(case: MethodCase, layer: Layer, kernels: bool) -> tuple[Any, ...]:
+    """Float32 arguments of the package, up to the scale; W_O packed for kernels."""
     num_tokens, num_kv_heads, size = layer.key.shape
     query, key, value = (tensor.float() for tensor in layer[:3])
     if not METHODS[case.method].whole_prompt:
         query = query[-WINDOW:]
     # [hidden, heads * size] -> [num_kv_heads, size, group, hidden]
     weight = layer.projection.view(-1, num_kv_heads, layer.group, size).permute(1, 3, 2, 0)
-    projection = cpu.pack(OutputProjection.of(weight.contiguous().float()))
+    projection = OutputProjection.of(weight.contiguous().float())
+    if kernels:
+        projection = cpu.pack(projection)
     value = value[: tail_begin(num_tokens)].transpose(0, 1)
     return query, key.transpose(0, 1), value, projection, size**-0.5
 

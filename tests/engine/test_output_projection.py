@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.conftest import SHALLOW_LAYERS, EngineFactory
+from vllm_kvselect.kernels import cpu
+from vllm_kvselect.scoring.value_norms import OutputProjection
 
 pytestmark = pytest.mark.engine
 
@@ -53,25 +55,45 @@ def int8_model(tmp_path: Path, shallow_model: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def weights(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What the worker makes of the layers' projections, before it is packed for the kernels."""
+    made = []
+
+    def pack(projection: OutputProjection, pack: Any = cpu.pack) -> OutputProjection:
+        made.append(projection.weight)
+        return pack(projection)
+
+    monkeypatch.setattr(cpu, "pack", pack)
+    return made
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_projections_are_the_checkpoints(
-    dtype: str, start_engine: EngineFactory, shallow_model: Path
+    dtype: str, start_engine: EngineFactory, shallow_model: Path, weights: list[torch.Tensor]
 ) -> None:
     with start_engine({"method": "snapkv-perturb"}, 80, dtype=dtype) as engine:
-        bound = [impl.output_projection.weight for impl in engine.impls]
-    for actual, expected in zip(bound, expected_projections(shallow_model), strict=True):
+        bound, made = [impl.output_projection for impl in engine.impls], weights.copy()
+    for projection, weight in zip(bound, made, strict=True):
+        assert torch.equal(projection.packed, cpu.pack(OutputProjection.of(weight)).packed)
+        assert projection.weight.is_meta  # what is read is in memory once
+    for actual, expected in zip(made, expected_projections(shallow_model), strict=True):
         assert actual.is_contiguous()
         assert torch.equal(actual.float(), expected)
 
 
 def test_quantised_projections_are_those_the_layer_applies(
-    start_engine: EngineFactory, make_prompts: Any, shallow_model: Path, int8_model: Path
+    start_engine: EngineFactory,
+    make_prompts: Any,
+    shallow_model: Path,
+    int8_model: Path,
+    weights: list[torch.Tensor],
 ) -> None:
     settings = {"model": int8_model, "dtype": "bfloat16"}
     with start_engine({"method": "adakv-perturb", "budget": 128}, 80, **settings) as engine:
         assert len(engine.generate(make_prompts([600]), 16)[0].token_ids) == 16
-        bound = [impl.output_projection.weight for impl in engine.impls]
-    for actual, expected in zip(bound, expected_projections(shallow_model), strict=True):
+        assert len(engine.impls) == len(weights)
+    for actual, expected in zip(weights, expected_projections(shallow_model), strict=True):
         # Symmetric int8 by output channel: off by half a step of the channel's largest weight,
         # and by the bfloat16 rounding of the result.
         largest = expected.abs().amax(dim=(0, 1, 2))

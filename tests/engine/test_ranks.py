@@ -18,7 +18,9 @@ from tests.engine.float64_model import Model
 from tests.engine.random_models import random_llama, random_prompts
 from tests.engine.recorder import recording
 from tests.method_cases import MethodCase
+from vllm_kvselect.kernels import cpu
 from vllm_kvselect.methods import METHODS
+from vllm_kvselect.scoring.value_norms import OutputProjection
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("ranks")]
 NUM_LAYERS, NUM_KV_HEADS = 4, 4  # two of each on a rank
@@ -41,7 +43,7 @@ class Rank:
     Attributes:
         retained: `(KV head, token)` of the packed entries by prompt length and layer.
         stats: The worker's counts.
-        projections: W_O of its layers, `[num_kv_heads, head_size, group, hidden_size]`.
+        projections: W_O of its layers, `[num_kv_heads, head_size, group, hidden_size]`, packed.
     """
 
     retained: dict[tuple[int, int], set[tuple[int, int]]]
@@ -52,7 +54,7 @@ class Rank:
 def recorded(worker: Any) -> Rank:
     """Runs in every worker."""
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    projections = [layer.impl.output_projection.weight for layer in layers]
+    projections = [layer.impl.output_projection.packed for layer in layers]
     return Rank(worker.recorder.retained, worker.worker.kv_eviction_stats(), projections)
 
 
@@ -184,11 +186,13 @@ def test_every_rank_binds_its_own_part_of_the_output_projections(
     kind: str, served: dict[str, Served], llama: Path
 ) -> None:
     model = Model(llama)
+    cpu.load()
     for layer in range(NUM_LAYERS):
         # [hidden_size, heads * head_size] -> [num_kv_heads, head_size, group, hidden_size]
         by_head = model.projection(layer).float().T.view(NUM_KV_HEADS, 2, 32, 256).transpose(1, 2)
+        expected = cpu.pack(OutputProjection.of(by_head.contiguous())).packed
+        assert expected is not None
         for head in range(NUM_KV_HEADS):
             rank, own_layer, own_head = holder(kind, layer, head)
-            assert torch.equal(
-                served[kind].ranks[rank].projections[own_layer][own_head], by_head[head]
-            )
+            packed = served[kind].ranks[rank].projections[own_layer]
+            assert torch.equal(packed[own_head], expected[head])

@@ -61,10 +61,10 @@ def launch_all(dtype: torch.dtype, head_size: int) -> None:
     # As in `OutputProjection.of`, which would multiply for real.
     wide = torch.float32 if dtype == torch.float16 else dtype
     form = torch.empty(KV_HEADS, head_size, head_size, dtype=wide)
-    cuda.value_norms(value, weight)
+    projection = OutputProjection(weight, form)
+    cuda.projected_value_norms(value, projection)
     scores, budgets = torch.zeros(KV_HEADS, NUM_TOKENS), torch.full((KV_HEADS,), 1024)
     stage_1 = cuda.stage_1_mask(scores, budgets, 0.5)
-    projection = OutputProjection(weight, form)
     cuda.needed_value_norms(scores, value, projection, stage_1, budgets, 1e-4)
     cuda.adaptive_pages(scores, 64, BLOCK_SIZE, config)
     retained = cuda.select(scores, budgets, KV_HEADS * 1024)

@@ -127,7 +127,7 @@ def test_value_norms(
     generator = torch.Generator().manual_seed(seed)
     value = torch.randn(num_tokens, heads, size, generator=generator).to(dtype).transpose(0, 1)
     weight = torch.randn(heads, size, group, hidden_size, generator=generator).to(dtype)
-    norms = cpu.value_norms(value, weight)
+    norms = cpu.projected_value_norms(value, cpu.pack(OutputProjection.of(weight)))
     expected = value_norms.value_norms(value.double(), weight.double())
     # A product is off by `size` eps of its magnitudes, and a sum by as many as it has terms.
     magnitude = value_norms.value_norms(value.double().abs(), weight.double().abs())
@@ -170,7 +170,7 @@ def test_select_pruned(
     )
     budgets = drawn_budgets(data, heads, num_tokens)
     total = int(budgets.sum())
-    every = cpu.value_norms(value, weight)
+    every = cpu.projected_value_norms(value, cpu.pack(OutputProjection.of(weight)))
     stage_1 = selection.stage_1_mask(scores, budgets, alpha)
     keys = selection.stage_2_keys(weights, every, stage_1, eps)
     arguments = (scores, weights, value, projection, budgets)
@@ -254,22 +254,16 @@ def test_what_is_retained_is_as_good_as_what_the_reference_retains(
 ) -> None:
     """Rounding may swap entries on the cut; every other choice is the same."""
     layer = random_layer(shape, seed, torch.float32)
-    projection = OutputProjection.of(layer.output_projection.float())
-    if not METHODS[case.method].perturbation:
-        projection = None
+    projection = packed = None
+    if METHODS[case.method].perturbation:
+        projection = OutputProjection.of(layer.output_projection.float())
+        packed = cpu.pack(projection)
+    value = layer.value[:, : shape.num_tokens]
+    inputs = (layer.query, layer.key, value)
     config = case.config(window=shape.window)
-    arguments = (
-        layer.query,
-        layer.key,
-        layer.value[:, : shape.num_tokens],
-        projection,
-        shape.scale,
-        shape.num_packed,
-        shape.block_size,
-        config,
-    )
-    expected = retain(*arguments)
-    retention = retain(*arguments, twins=cpu.TWINS)
+    options = (shape.scale, shape.num_packed, shape.block_size, config)
+    expected = retain(*inputs, projection, *options)
+    retention = retain(*inputs, packed, *options, twins=cpu.TWINS)
     both = set(retention.retained.tolist()) & set(expected.retained.tolist())
     assert len(both) >= expected.retained.numel() - 2
 

@@ -188,7 +188,7 @@ def test_value_norms(
     value = torch.randn(num_tokens, heads, size, generator=generator).to(dtype).transpose(0, 1)
     weight = torch.randn(heads, size, group, hidden_size, generator=generator).to(dtype)
     value, weight = value.to(DEVICE), weight.to(DEVICE)
-    norms = cuda.value_norms(value, weight)
+    norms = cuda.projected_value_norms(value, OutputProjection.of(weight))
     expected = value_norms.value_norms(value.double(), weight.double())
     # A product is off by `size` eps of its magnitudes, and a sum by as many as it has terms.
     magnitude = value_norms.value_norms(value.double().abs(), weight.double().abs())
@@ -228,7 +228,7 @@ def test_needed_value_norms_retain_what_all_norms_retain(
     budgets = drawn_budgets(data, heads, num_tokens)
     stage_1 = selection.stage_1_mask(scores, budgets, alpha)
     norms = cuda.needed_value_norms(scores, value, projection, stage_1, budgets, eps)
-    every = cuda.value_norms(value, projection.weight)
+    every = cuda.projected_value_norms(value, projection)
     assert torch.equal(norms[norms != 0], every[norms != 0])
     total = int(budgets.sum())
     pruned, exact = (

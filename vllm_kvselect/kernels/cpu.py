@@ -59,11 +59,11 @@ def _try() -> None:
 
 
 def pack(projection: OutputProjection) -> OutputProjection:
-    """Adds the weight in the order in which the kernels read it; it takes as much memory again."""
+    """Puts the weight in the order in which the kernels read it, and keeps only its shape else."""
     weight = projection.weight
     if weight.dtype not in _DTYPES or weight.shape[1] % 2:
         return projection
-    return projection._replace(packed=_call("pack_weight", weight))
+    return projection._replace(weight=weight.to("meta"), packed=_call("pack_weight", weight))
 
 
 def snapkv_scores(
@@ -82,12 +82,11 @@ def snapkv_scores(
     return _call("snapkv_scores", _rows(query), _rows(key), scale, config.kernel_size, logits)
 
 
-def value_norms(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Twin of `scoring.value_norms.value_norms`; products and sums are float32 throughout."""
-    if value.dtype not in _DTYPES or value.shape[2] % 2:
-        return references.value_norms(value, weight)
-    packed = _call("pack_weight", weight.contiguous())
-    return _call("value_norms", _rows(value), packed, weight.shape[2])
+def projected_value_norms(value: torch.Tensor, projection: OutputProjection) -> torch.Tensor:
+    """Twin of `value_norms.projected_value_norms`; products and sums are float32 throughout."""
+    if projection.packed is None:
+        return references.projected_value_norms(value, projection)
+    return _call("value_norms", _rows(value), projection.packed, projection.weight.shape[2])
 
 
 def select_pruned(
@@ -183,7 +182,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 TWINS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     snapkv.snapkv_scores: snapkv_scores,
-    references.value_norms: value_norms,
+    references.projected_value_norms: projected_value_norms,
     pruning.select_pruned: select_pruned,
     allocation.adaptive_pages: adaptive_pages,
     selection.stage_1_mask: stage_1_mask,

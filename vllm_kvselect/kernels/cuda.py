@@ -18,14 +18,14 @@ from vllm_kvselect.kernels.triton.compaction import (
 from vllm_kvselect.kernels.triton.page_table import headwise_page_table
 from vllm_kvselect.kernels.triton.pruning import needed_value_norms, select_pruned
 from vllm_kvselect.kernels.triton.selection import select, stage_1_mask
-from vllm_kvselect.kernels.triton.value_norms import value_norms
+from vllm_kvselect.kernels.triton.value_norms import projected_value_norms
 from vllm_kvselect.kernels.triton.window_attention import snapkv_scores
 from vllm_kvselect.scoring import snapkv
 from vllm_kvselect.scoring import value_norms as norms
 
 TWINS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     snapkv.snapkv_scores: snapkv_scores,
-    norms.value_norms: value_norms,
+    norms.projected_value_norms: projected_value_norms,
     pruning.needed_value_norms: needed_value_norms,
     pruning.select_pruned: select_pruned,
     allocation.adaptive_pages: adaptive_pages,

@@ -10,7 +10,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.methods.registry import METHODS, Allocator, Method
 from vllm_kvselect.pruning import select_pruned
 from vllm_kvselect.ranking import Candidates, by_score
-from vllm_kvselect.scoring.value_norms import OutputProjection, value_norms
+from vllm_kvselect.scoring.value_norms import OutputProjection, projected_value_norms
 from vllm_kvselect.selection import select, stage_1_mask, stage_2_keys
 
 Twins = Mapping[Callable[..., Any], Callable[..., Any]]
@@ -140,7 +140,7 @@ def score_layer(
     """
     method, num_tokens = METHODS[config.method], value.shape[1]
     inputs = (query, key, scale)
-    scorer, norms_of = (twins.get(part, part) for part in (method.scorer, value_norms))
+    scorer, norms_of = (twins.get(part, part) for part in (method.scorer, projected_value_norms))
     scores = weights = scorer(*inputs, config, layer_index, sinks)[:, :num_tokens]
     unpooled = config.stage_2_scores == "unpooled"
     if method.perturbation and (method.weigher or unpooled):
@@ -150,7 +150,7 @@ def score_layer(
     norms = None
     if method.perturbation and (method.pooled or method.ranking is not by_score):
         assert output_projection is not None
-        norms = norms_of(value, output_projection.weight).to(scores.dtype)
+        norms = norms_of(value, output_projection).to(scores.dtype)
     return Candidates(scores, weights, norms)
 
 

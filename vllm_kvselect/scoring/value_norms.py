@@ -17,7 +17,8 @@ class OutputProjection(NamedTuple):
         bound_form: A quadratic form that bounds squared L2 norms, rounding included: the mean over
             the group of `W_O W_O^T` and a slack on its diagonal,
             `[num_kv_heads, head_size, head_size]`.
-        packed: The weight again, in the order in which the kernels of a device read it, or None.
+        packed: The weight in the order in which the kernels of a device read it, or None. Where it
+            is there, nobody reads `weight`, which may have a shape only (device "meta").
     """
 
     weight: torch.Tensor
@@ -38,6 +39,11 @@ class OutputProjection(NamedTuple):
         form.diagonal(dim1=1, dim2=2).add_(largest * slack)
         # Squares leave float16's range; a bound that overflows to NaN would drop entries.
         return cls(weight, form if weight.dtype == torch.float16 else form.to(weight.dtype))
+
+
+def projected_value_norms(value: torch.Tensor, projection: OutputProjection) -> torch.Tensor:
+    """`value_norms` of a prepared W_O; arguments and result as there."""
+    return value_norms(value, projection.weight)
 
 
 def value_norms(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Projected value norms in one kernel; `value_norms` of `vllm_kvselect/scoring/value_norms.py`.
+"""Projected value norms in one kernel; those of `vllm_kvselect/scoring/value_norms.py`.
 
 A tile of `V W_O` lives in registers until its magnitudes are summed up. W_O streams from the L2
 cache once for every tile of tokens, so those are as large as registers allow.
@@ -20,10 +20,13 @@ _BLOCK = 256
 """Tokens in a program that joins the parts."""
 
 
-def value_norms(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Twin of `scoring.value_norms.value_norms`; products and sums are float32 throughout."""
+def projected_value_norms(
+    value: torch.Tensor, projection: references.OutputProjection
+) -> torch.Tensor:
+    """Twin of `value_norms.projected_value_norms`; products and sums are float32 throughout."""
     if value.dtype not in DTYPES:
-        return references.value_norms(value, weight)
+        return references.projected_value_norms(value, projection)
+    weight = projection.weight
     norms = torch.empty(value.shape[:2], dtype=torch.float32, device=value.device)
     group = weight.shape[2]
     parts = partial_norms(rows(value), weight.contiguous(), None, None)
