@@ -101,6 +101,8 @@ def engine_arguments(job: Job) -> dict[str, Any]:
         "max_model_len": job["max_model_len"],
         "disable_log_stats": False,  # the preemption counter is one of the log stats
     }
+    if job.get("block_size"):
+        arguments["block_size"] = job["block_size"]
     if job["eviction"] is not None:
         arguments["additional_config"] = {CONFIG_KEY: job["eviction"]}
     return arguments

@@ -62,6 +62,9 @@ def main(
     dropped_blocks: Annotated[
         int, typer.Option(min=0, help="By how much the plugin's prompts are longer.")
     ] = 4,
+    stock_block_size: Annotated[
+        int, typer.Option(min=0, help="Tokens per block of stock; 0 leaves it to vLLM.")
+    ] = 0,
     kv_mib: Annotated[int, typer.Option(min=1, help="KV cache of both engines, in MiB.")] = 3072,
     dtype: str = "bfloat16",
     enforce_eager: Annotated[
@@ -87,14 +90,19 @@ def main(
         "turns": turns,
         "cases": cases,
         "longer_by": 0,
+        "block_size": stock_block_size,
         "eviction": None,
     }
     budget = max(entries for _, entries in cases)
     eviction = EvictionConfig.parse(
         {"method": method, "budget": budget, "allow_override": ["budget"]}
     )
-    longer_by = dropped_blocks * BLOCK_SIZE
-    plugin = {**stock, "longer_by": longer_by, "eviction": eviction.model_dump()}
+    plugin = {
+        **stock,
+        "longer_by": dropped_blocks * BLOCK_SIZE,
+        "block_size": 0,
+        "eviction": eviction.model_dump(),
+    }
     measured, num_layers = _measure_rounds({"stock": stock, "plugin": plugin}, rounds)
     rows = [_row(case, [each[index] for each in measured]) for index, case in enumerate(cases)]
     _print_table(rows, num_layers)
