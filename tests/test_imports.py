@@ -13,6 +13,7 @@ PACKAGE = Path(vllm_kvselect.__file__).parent
 NAME = "vllm_kvselect"
 
 LEFT_TO_RIGHT = (
+    ("machine",),
     ("config",),
     ("request",),
     ("retention",),

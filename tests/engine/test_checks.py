@@ -22,14 +22,14 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine import arguments, checks
+from vllm_kvselect.engine import arguments, platforms
 from vllm_kvselect.engine.arguments import choose_scheduler
 from vllm_kvselect.engine.checks import (
-    CUDA_BACKENDS,
     refuse_mixed_groups,
     refuse_unsupported,
     settings_problems,
 )
+from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.pool_scheduler import PoolAsyncScheduler, PoolScheduler
 from vllm_kvselect.engine.spec import HeadwiseSpec, WindowSpec
 from vllm_kvselect.methods import METHODS
@@ -284,11 +284,11 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
     config.cache_config.block_size = 16
     config.scheduler_config.scheduler_cls = None
-    monkeypatch.setattr(checks, "current_platform", CudaPlatform)
+    monkeypatch.setattr(platforms, "current_platform", CudaPlatform)
     return config
 
 
-@pytest.mark.parametrize("asked", [None, *CUDA_BACKENDS])
+@pytest.mark.parametrize("asked", [None, *PLATFORMS["cuda"].backends])
 def test_cuda_gets_its_worker_and_flash_attention_or_what_the_user_asked_for(
     asked: AttentionBackendEnum | None, on_cuda: VllmConfig
 ) -> None:
@@ -301,7 +301,7 @@ def test_cuda_gets_its_worker_and_flash_attention_or_what_the_user_asked_for(
     assert issubclass(getattr(importlib.import_module(module), name), Worker)
     backend = on_cuda.attention_config.backend
     assert backend is (asked or AttentionBackendEnum.FLASH_ATTN)
-    ours = resolve_obj_by_qualname(CUDA_BACKENDS[backend])
+    ours = resolve_obj_by_qualname(PLATFORMS["cuda"].backends[backend])
     assert issubclass(ours, backend.get_class())
     on_cuda.cache_config.cache_dtype = "bfloat16"
     assert arguments.block_bytes(on_cuda) == 2 * num_bytes

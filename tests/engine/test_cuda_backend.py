@@ -34,10 +34,10 @@ from tests.engine.cuda_layers import (
 )
 from tests.kernels.unsynchronised import unsynchronised
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine.checks import CUDA_BACKENDS
 from vllm_kvselect.engine.cuda_tables import buffer_bytes
 from vllm_kvselect.engine.flash_attention import HeadwiseFlashAttentionBackend
 from vllm_kvselect.engine.headwise import HeadwiseMetadata
+from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.triton_attention import HeadwiseTritonAttentionBackend
 from vllm_kvselect.engine.warm_up import warm_up
 from vllm_kvselect.methods import METHODS, NO_TWINS, Twins
@@ -332,7 +332,7 @@ def test_the_buffers_take_what_their_formula_says() -> None:
 
 def test_the_backends_ask_for_one_layout(backend: Any) -> None:
     assert backend.supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
-    ours = CUDA_BACKENDS[AttentionBackendEnum[backend.get_name()]]
+    ours = PLATFORMS["cuda"].backends[AttentionBackendEnum[backend.get_name()]]
     assert resolve_obj_by_qualname(ours) is backend
 
 

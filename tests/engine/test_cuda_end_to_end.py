@@ -4,6 +4,7 @@ Only FlashAttention's calls have stand-ins. The answers are those of the CPU bac
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from tests.engine import flash_attention
 from tests.engine.conftest import EngineFactory
 from tests.engine.random_models import random_gemma3, random_gpt_oss, random_prompts
-from vllm_kvselect.engine import arguments
+from vllm_kvselect.engine import platforms
 from vllm_kvselect.engine.cpu_worker import EvictionCPUWorker
 from vllm_kvselect.engine.cuda_backend import CudaMetadataBuilder
 from vllm_kvselect.engine.warm_up import warm_up
@@ -57,7 +58,9 @@ def on_flash_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.Monke
         flash_attention.install(patch)
         patch.setattr(flash_attention, "DTYPES", {torch.float32})
         worker = f"{__name__}.{FlashAttentionOnCPU.__name__}"
-        patch.setitem(arguments._WORKERS, "cpu", worker)
+        patch.setitem(
+            platforms.PLATFORMS, "cpu", replace(platforms.PLATFORMS["cpu"], worker=worker)
+        )
         yield patch
 
 

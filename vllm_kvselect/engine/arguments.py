@@ -10,7 +10,6 @@ from typing import Any
 from vllm.config import SchedulerConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from vllm_kvselect.config import (
@@ -20,20 +19,12 @@ from vllm_kvselect.config import (
     ConfigError,
     EvictionConfig,
 )
-from vllm_kvselect.engine.checks import (
-    CUDA_BACKENDS,
-    may_pool,
-    platform_name,
-    refuse_unsupported,
-)
+from vllm_kvselect.engine.checks import may_pool, refuse_unsupported
+from vllm_kvselect.engine.platforms import PLATFORMS, platform, platform_name
 from vllm_kvselect.retention import budget_entries, plan
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
-_WORKERS = {
-    "cpu": "vllm_kvselect.engine.cpu_worker.EvictionCPUWorker",
-    "cuda": "vllm_kvselect.engine.cuda_worker.EvictionGPUWorker",
-}
 _ENGINE = "vllm_kvselect.engine"
 _POOL_SCHEDULERS = {
     False: f"{_ENGINE}.pool_scheduler.PoolScheduler",
@@ -43,8 +34,6 @@ _CHECKED_SCHEDULERS = {
     False: f"{_ENGINE}.checked_scheduler.CheckedScheduler",
     True: f"{_ENGINE}.checked_scheduler.CheckedAsyncScheduler",
 }
-_CPU_BLOCK_SIZE = 32
-"""The smallest block of the CPU kernel's tiles: packed budgets waste the least in it."""
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -195,9 +184,9 @@ def before_engine_config(engine_args: EngineArgs) -> None:
     Raises:
         ConfigError: If the values are not accepted.
     """
-    on_cpu = current_platform.is_cpu()
-    if requested(engine_args) is not None and engine_args.block_size is None and on_cpu:
-        engine_args.block_size = _CPU_BLOCK_SIZE
+    here = platform()
+    if requested(engine_args) is not None and engine_args.block_size is None and here is not None:
+        engine_args.block_size = here.default_block_size
 
 
 def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> None:
@@ -215,11 +204,12 @@ def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
         return
     refuse_unsupported(vllm_config, eviction)
     vllm_config.additional_config[CONFIG_KEY] = eviction.model_dump()
-    vllm_config.parallel_config.worker_cls = _WORKERS[platform_name()]
+    here = PLATFORMS[platform_name()]
+    vllm_config.parallel_config.worker_cls = here.worker
     if platform_name() == "cuda":
         # One that ours stand in for; on some devices vLLM would prefer another.
         attention = vllm_config.attention_config
-        attention.backend = attention.backend or next(iter(CUDA_BACKENDS))
+        attention.backend = attention.backend or next(iter(here.backends))
     choose_scheduler(vllm_config.scheduler_config, eviction)
     logger.info("%s", describe(vllm_config, eviction))
 

@@ -2,39 +2,17 @@
 
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine import xformers_attention
+from vllm_kvselect.engine.platforms import PLATFORMS, Platform, platform, platform_name
 from vllm_kvselect.engine.spec import HeadwiseSpec, WindowSpec
+from vllm_kvselect.machine import dtype_name
 from vllm_kvselect.methods import METHODS
 from vllm_kvselect.retention import budget_entries
 
-_STOCK_WORKERS = {
-    "cpu": "vllm.v1.worker.cpu_worker.CPUWorker",
-    "cuda": "vllm.v1.worker.gpu_worker.Worker",
-}
-CUDA_BACKENDS = {
-    AttentionBackendEnum.FLASH_ATTN: (
-        "vllm_kvselect.engine.flash_attention.HeadwiseFlashAttentionBackend"
-    ),
-    AttentionBackendEnum.TRITON_ATTN: (
-        "vllm_kvselect.engine.triton_attention.HeadwiseTritonAttentionBackend"
-    ),
-}
-"""Ours for each of vLLM's that `--attention-backend` may name; the first where it names none."""
-
-_BLOCK_MULTIPLES = {"cpu": 32, "cuda": 16}
 _FULL_OR_SLIDING = ("full_attention", "sliding_attention")
-
-
-def platform_name() -> str:
-    """The platform, in vLLM's words; ROCm says that its devices are of type `cuda` too."""
-    platform = current_platform
-    known = {"cpu": platform.is_cpu(), "cuda": platform.is_cuda()}
-    return next((name for name, here in known.items() if here), platform.device_name)
 
 
 def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> None:
@@ -107,23 +85,23 @@ def refuse_mixed_groups(kv_cache_config: KVCacheConfig, block_size: int) -> None
 
 
 def _platform_problems(vllm_config: VllmConfig) -> list[str]:
-    platform = platform_name()
-    if platform not in _STOCK_WORKERS:
-        accepted = ", ".join(map(repr, _STOCK_WORKERS))
-        return [f"platform {platform!r} has no backend yet; accepted: {accepted}"]
+    here = platform()
+    if here is None:
+        accepted = ", ".join(map(repr, PLATFORMS))
+        return [f"platform {platform_name()!r} has no backend yet; accepted: {accepted}"]
     worker = vllm_config.parallel_config.worker_cls
-    problems = _cuda_problems(vllm_config) if platform == "cuda" else []
-    if worker != _STOCK_WORKERS[platform]:
+    problems = _cuda_problems(vllm_config, here) if platform_name() == "cuda" else []
+    if worker != here.stock_worker:
         problems.append(f"worker_cls = {worker!r} replaces the worker; leave it at 'auto'")
     return problems
 
 
-def _cuda_problems(vllm_config: VllmConfig) -> list[str]:
+def _cuda_problems(vllm_config: VllmConfig, cuda: Platform) -> list[str]:
     """What stands against the backends that ours can stand in for."""
     attention, parallel = vllm_config.attention_config, vllm_config.parallel_config
     problems = []
-    if attention.backend not in (None, *CUDA_BACKENDS):
-        accepted = " or ".join(backend.name for backend in CUDA_BACKENDS)
+    if attention.backend not in (None, *cuda.backends):
+        accepted = " or ".join(backend.name for backend in cuda.backends)
         problems.append(
             f"attention backend {attention.backend.name} has no view of single heads yet; leave "
             f"--attention-backend out, or choose {accepted}"
@@ -246,14 +224,16 @@ def _pool_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[st
 
 def _cache_dtypes(vllm_config: VllmConfig) -> tuple[str, ...]:
     """KV cache dtypes under which entries are stored as they are computed, and fp8 on CUDA."""
-    plain = ("auto", str(vllm_config.model_config.dtype).removeprefix("torch."))
-    return (*plain, "fp8", "fp8_e4m3") if platform_name() == "cuda" else plain
+    here = platform()
+    quantized = here.quantized_cache_dtypes if here else ()
+    return ("auto", dtype_name(vllm_config.model_config.dtype), *quantized)
 
 
 def _block_problems(vllm_config: VllmConfig) -> list[str]:
     block_size = vllm_config.cache_config.block_size
-    multiple = _BLOCK_MULTIPLES.get(platform_name(), 1)
-    if block_size % multiple:
+    here = platform()
+    if here is not None and block_size % here.block_multiple:
+        multiple = here.block_multiple
         return [f"block_size = {block_size} is not accepted; use a multiple of {multiple}"]
     return []
 

@@ -9,6 +9,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvselect.engine.allocator import keep_freed_memory
+from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.worker import EvictionWorker
 from vllm_kvselect.kernels import cpu
 from vllm_kvselect.methods import NO_TWINS, Twins
@@ -20,9 +21,9 @@ logger = init_logger(__name__)
 class EvictionCPUWorker(EvictionWorker, CPUWorker):
     """Runs the model with eviction. Only engines that ask for eviction use this worker."""
 
-    backend = "vllm_kvselect.engine.cpu_backend.HeadwiseCPUAttentionBackend"
     # On CPU the platform always asks for this one.
     replaces = AttentionBackendEnum.CPU_ATTN
+    backend = PLATFORMS["cpu"].backends[replaces]
 
     def load_model(self, **kwargs: Any) -> None:
         """Loads the model; what is allocated from then on is kept when it is freed."""

@@ -7,10 +7,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_kvselect.engine.checks import CUDA_BACKENDS, may_pool
+from vllm_kvselect.engine.checks import may_pool
 from vllm_kvselect.engine.cuda_backend import CudaMetadataBuilder
 from vllm_kvselect.engine.cuda_tables import buffer_bytes
 from vllm_kvselect.engine.hooks import hook_full_graphs
+from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.engine.warm_up import warm_up
 from vllm_kvselect.engine.worker import EvictionWorker
@@ -25,7 +26,7 @@ class EvictionGPUWorker(EvictionWorker, Worker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.replaces = self.vllm_config.attention_config.backend
-        self.backend = CUDA_BACKENDS[self.replaces]
+        self.backend = PLATFORMS["cuda"].backends[self.replaces]
         self._is_prefilling = False
 
     def _load_kernels(self) -> Twins:

@@ -1,0 +1,70 @@
+"""One record a platform: the workers, backends and limits that differ between them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+_ENGINE = "vllm_kvselect.engine"
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What differs between platforms.
+
+    Attributes:
+        stock_worker: vLLM's worker class.
+        worker: Ours.
+        backends: Our attention backend for each of vLLM's that it can stand in for; the first is
+            taken where the user names none.
+        block_multiple: Tokens by which a block size must be divisible.
+        default_block_size: Block size where the user names none; None leaves it to vLLM.
+        quantized_cache_dtypes: Values of `--kv-cache-dtype` beside the model's own type.
+    """
+
+    stock_worker: str
+    worker: str
+    backends: Mapping[AttentionBackendEnum, str]
+    block_multiple: int
+    default_block_size: int | None = None
+    quantized_cache_dtypes: tuple[str, ...] = ()
+
+
+PLATFORMS: dict[str, Platform] = {
+    "cpu": Platform(
+        stock_worker="vllm.v1.worker.cpu_worker.CPUWorker",
+        worker=f"{_ENGINE}.cpu_worker.EvictionCPUWorker",
+        backends={
+            AttentionBackendEnum.CPU_ATTN: f"{_ENGINE}.cpu_backend.HeadwiseCPUAttentionBackend"
+        },
+        block_multiple=32,
+        # The smallest block of the kernel's tiles: packed budgets waste the least in it.
+        default_block_size=32,
+    ),
+    "cuda": Platform(
+        stock_worker="vllm.v1.worker.gpu_worker.Worker",
+        worker=f"{_ENGINE}.cuda_worker.EvictionGPUWorker",
+        backends={
+            AttentionBackendEnum.FLASH_ATTN: (
+                f"{_ENGINE}.flash_attention.HeadwiseFlashAttentionBackend"
+            ),
+            AttentionBackendEnum.TRITON_ATTN: (
+                f"{_ENGINE}.triton_attention.HeadwiseTritonAttentionBackend"
+            ),
+        },
+        block_multiple=16,
+        quantized_cache_dtypes=("fp8", "fp8_e4m3"),
+    ),
+}
+
+
+def platform_name() -> str:
+    """The platform, in vLLM's words; ROCm says that its devices are of type `cuda` too."""
+    known = {"cpu": current_platform.is_cpu(), "cuda": current_platform.is_cuda()}
+    return next((name for name, here in known.items() if here), current_platform.device_name)
+
+
+def platform() -> Platform | None:
+    """The record of this platform, or None if eviction does not know it."""
+    return PLATFORMS.get(platform_name())
