@@ -8,17 +8,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvselect.compaction import gather_entries, read_entries, read_pages
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cpu
-from vllm_kvselect.methods import METHODS, Twins
-from vllm_kvselect.pruning import needed_value_norms, select_pruned
+from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.methods import METHODS
+from vllm_kvselect.pruning import needed_value_norms
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selection import stage_1_mask
 
 BF16 = 2
-Reference = Callable[..., torch.Tensor]
-Fast = Callable[[Reference], Reference]
 
 
 class LayerShape(NamedTuple):
@@ -72,26 +70,23 @@ class Machine(NamedTuple):
 
 
 def parts(
-    shape: LayerShape, length: int, config: EvictionConfig, twins: Twins, device: str
+    shape: LayerShape, length: int, config: EvictionConfig, kernels: Kernels, device: str
 ) -> list[Part]:
     """The parts of one layer's selection for a prompt, each with its inputs ready."""
-
-    def fast(reference: Reference) -> Reference:
-        return twins.get(reference, reference)
-
     method, block_size = METHODS[config.method], shape.block_size
     query, key, value, projection = layer(shape, length, config.window, device)
-    prepared = cpu.pack(projection) if twins is cpu.TWINS else projection
+    prepared = cpu.pack(projection) if kernels is cpu.KERNELS else projection
     scale = shape.head_size**-0.5
     num_packed = max(1, round(config.budget * length) // block_size - 1)
     num_retained = num_packed * shape.kv_heads * block_size
     num_tokens = (length - config.window) // block_size * block_size
     value = value[:, :num_tokens]
-    scores = fast(method.scorer)(query, key, scale, config)[:, :num_tokens]
-    pages = fast(method.allocator)(scores, num_packed, block_size, config)
+    scorer, allocate = kernels.scorer(method.scorer), getattr(kernels, method.allocator)
+    scores = scorer(query, key, scale, config)[:, :num_tokens]
+    pages = allocate(scores, num_packed, block_size, config)
     budgets = pages * block_size
     options = (budgets, num_retained, config.alpha, config.eps)
-    retained = fast(select_pruned)(scores, scores, value, prepared, *options)
+    retained = kernels.select_pruned(scores, scores, value, prepared, *options)
     # The reference's norms: the CPU kernel needs somewhat fewer.
     stage_1 = stage_1_mask(scores, budgets, config.alpha)
     norms = needed_value_norms(scores, value, projection, stage_1, budgets, config.eps)
@@ -101,35 +96,35 @@ def parts(
     return [
         Part(
             "window attention, pooled",
-            lambda: fast(method.scorer)(query, key, scale, config),
+            lambda: scorer(query, key, scale, config),
             key.numel() * BF16 + row,
             products * config.window * length,
         ),
         Part(
             "allocation",
-            lambda: fast(method.allocator)(scores, num_packed, block_size, config),
+            lambda: allocate(scores, num_packed, block_size, config),
             row,
             0,
         ),
         Part(
             f"two stages, {num_norms / scores.numel():.0%} of the norms",
-            lambda: fast(select_pruned)(scores, scores, value, prepared, *options),
+            lambda: kernels.select_pruned(scores, scores, value, prepared, *options),
             (value.numel() + projection.weight.numel()) * BF16 + row + 8 * num_retained,
             # The bounds of all, the projection of those needed.
             2 * value.numel() * shape.head_size
             + 2 * num_norms * shape.head_size * shape.group * shape.hidden_size,
         ),
-        *(_reads_of_pages(shape, retained, num_tokens, fast) if device == "cpu" else []),
-        *(_reads_of_tensors(key, value, retained, fast) if device != "cpu" else []),
+        *(_reads_of_pages(shape, retained, num_tokens, kernels) if device == "cpu" else []),
+        *(_reads_of_tensors(key, value, retained, kernels) if device != "cpu" else []),
     ]
 
 
 def _reads_of_tensors(
-    key: torch.Tensor, value: torch.Tensor, retained: torch.Tensor, fast: Fast
+    key: torch.Tensor, value: torch.Tensor, retained: torch.Tensor, kernels: Kernels
 ) -> list[Part]:
     """Reads where keys and values are at hand."""
     num_tokens, num_bytes = value.shape[1], 4 * retained.numel() * value.shape[2] * BF16
-    gather = fast(gather_entries)
+    gather = kernels.gather_entries
     return [
         Part(
             "gathering",
@@ -141,7 +136,7 @@ def _reads_of_tensors(
 
 
 def _reads_of_pages(
-    shape: LayerShape, retained: torch.Tensor, num_tokens: int, fast: Fast
+    shape: LayerShape, retained: torch.Tensor, num_tokens: int, kernels: Kernels
 ) -> list[Part]:
     """Reads where keys and values are in pages, whose elements stand in fours."""
     size = shape.block_size * shape.head_size * BF16 // 8
@@ -153,13 +148,15 @@ def _reads_of_pages(
     return [
         Part(
             "reading values",
-            lambda: fast(read_pages)(cache, pages, values),
+            lambda: kernels.read_pages(cache, pages, values),
             2 * 8 * num_pages * size,
             0,
         ),
         Part(
             "reading what is retained",
-            lambda: [fast(read_entries)(cache, slots, p, shape.block_size) for p in (keys, values)],
+            lambda: [
+                kernels.read_entries(cache, slots, p, shape.block_size) for p in (keys, values)
+            ],
             4 * retained.numel() * shape.head_size * BF16,
             0,
         ),

@@ -182,10 +182,10 @@ def _extra_memory(length: int, config: EvictionConfig) -> int:
         ctypes.CDLL(None).malloc_trim(0)  # freed memory that selection would take without a trace
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-        retain(query, key, value[:, :num_tokens], *arguments, twins=twins)
+        retain(query, key, value[:, :num_tokens], *arguments, kernels=kernels)
         return _resident("VmHWM") - before
 
-    twins = cpu.load()
+    kernels = cpu.load()
     select(128, 64, 1)  # libraries and their buffers are there from now on
     return select(length, num_tokens, num_packed)
 

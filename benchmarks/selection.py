@@ -17,7 +17,7 @@ from _selection import LayerShape, Machine, parts, report
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cpu
-from vllm_kvselect.methods import NO_TWINS
+from vllm_kvselect.kernels.base import REFERENCES
 
 SHAPE = LayerShape(kv_heads=3, group=3, head_size=64, hidden_size=576, block_size=32)
 
@@ -34,7 +34,7 @@ def main(
 ) -> None:
     """Times every part at every length and prints how far it is from its floor."""
     torch.set_num_threads(1)
-    twins = NO_TWINS if reference else cpu.load()
+    kernels = REFERENCES if reference else cpu.load()
     machine = Machine(copy_bandwidth(), matrix_rate())
     print(
         f"one thread: copies {machine.bandwidth / 1e9:.1f} GB/s, "
@@ -46,7 +46,7 @@ def main(
             length,
             [
                 (part, median_time(part.run, rounds))
-                for part in parts(SHAPE, length, config, twins, "cpu")
+                for part in parts(SHAPE, length, config, kernels, "cpu")
             ],
             "",
         )

@@ -19,7 +19,7 @@ from _timing import copy_bandwidth, matrix_rate, median_time
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cuda
-from vllm_kvselect.methods import NO_TWINS
+from vllm_kvselect.kernels.base import REFERENCES
 
 SHAPE = LayerShape(kv_heads=8, group=4, head_size=128, hidden_size=4096, block_size=16)
 INTERMEDIATE_SIZE = 14336
@@ -36,7 +36,7 @@ def main(
     """Times every part at every length and prints how far it is from its floor."""
     if not torch.cuda.is_available():
         raise typer.BadParameter("there is no GPU; benchmarks/selection.py times the CPU's kernels")
-    twins = NO_TWINS if reference else cuda.TWINS
+    kernels = REFERENCES if reference else cuda.KERNELS
     machine = Machine(copy_bandwidth(), matrix_rate())
     print(
         f"{torch.cuda.get_device_name()}: copies {machine.bandwidth / 1e12:.2f} TB/s, "
@@ -47,7 +47,7 @@ def main(
     def timed_parts(length: int) -> tuple[int, list[tuple[Part, float]], str]:
         timed = [
             (part, median_time(part.run, rounds, guarded=not reference))
-            for part in parts(SHAPE, length, config, twins, "cuda")
+            for part in parts(SHAPE, length, config, kernels, "cuda")
         ]
         prefill = layer_flops(length) / machine.rate
         share = sum(seconds for _, seconds in timed) / prefill

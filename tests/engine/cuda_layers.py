@@ -22,7 +22,8 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.flash_attention import HeadwiseFlashAttentionBackend
 from vllm_kvselect.engine.prompts import Prompt
 from vllm_kvselect.engine.spec import HeadwiseSpec
-from vllm_kvselect.methods import METHODS, Twins
+from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.methods import METHODS
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.tiny_model import tiny_model
 
@@ -84,7 +85,7 @@ class Layers:
 
     Args:
         eviction: The configuration.
-        twins: Kernels to call in place of the references.
+        kernels: What computes the parts of a choice.
         config: vLLM's.
         backend: The backend of the layers.
         with_sinks: Whether they have attention sinks.
@@ -98,7 +99,7 @@ class Layers:
     def __init__(
         self,
         eviction: EvictionConfig,
-        twins: Twins,
+        kernels: Kernels,
         config: VllmConfig,
         backend: Any = HeadwiseFlashAttentionBackend,
         with_sinks: bool = False,
@@ -125,7 +126,7 @@ class Layers:
             )
             self.builder = backend.get_builder_cls()(spec, names, config, torch.device("cpu"))
         self.prompts: list[Prompt] = []
-        self.state = self.builder.start(NUM_BLOCKS, self._prompts_of, twins)
+        self.state = self.builder.start(NUM_BLOCKS, self._prompts_of, kernels)
         self.block_table = torch.zeros(MAX_NUM_SEQS, MAX_MODEL_LEN // BLOCK_SIZE).int()
         self.seq_lens = torch.zeros(MAX_NUM_SEQS, dtype=torch.int32)
         self.free = [*range(1, NUM_BLOCKS)]

@@ -5,6 +5,7 @@ the float64 oracle, which knows what each head retained.
 """
 
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -40,8 +41,8 @@ from vllm_kvselect.engine.headwise import HeadwiseMetadata
 from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.triton_attention import HeadwiseTritonAttentionBackend
 from vllm_kvselect.engine.warm_up import warm_up
-from vllm_kvselect.methods import METHODS, NO_TWINS, Twins
-from vllm_kvselect.scoring.value_norms import projected_value_norms
+from vllm_kvselect.kernels.base import REFERENCES, Kernels
+from vllm_kvselect.methods import METHODS
 
 pytest.importorskip("triton")
 from vllm_kvselect.kernels import cuda
@@ -83,14 +84,14 @@ def config(dtype: str, kv_cache_dtype: str, graphs: bool) -> VllmConfig:
 def make_layers(
     backend: Any,
     method: str = "adakv-perturb",
-    twins: Twins = NO_TWINS,
+    kernels: Kernels = REFERENCES,
     kv_cache_dtype: str = "auto",
     graphs: bool = False,
     with_sinks: bool = False,
 ) -> Layers:
     made = config(DTYPES[backend], kv_cache_dtype, graphs)
     made.compilation_config.static_forward_context.clear()
-    return Layers(eviction(method), twins, made, backend, with_sinks)
+    return Layers(eviction(method), kernels, made, backend, with_sinks)
 
 
 def mixed_steps(layers: Layers, past_prompts: bool = True) -> list[Request]:
@@ -123,7 +124,7 @@ def mixed_steps(layers: Layers, past_prompts: bool = True) -> list[Request]:
 def test_every_step_is_that_of_the_oracle_with_the_kernels(
     method: str, backend: Any, with_sinks: bool
 ) -> None:
-    layers = make_layers(backend, method, cuda.TWINS, with_sinks=with_sinks)
+    layers = make_layers(backend, method, cuda.KERNELS, with_sinks=with_sinks)
     mixed_steps(layers, past_prompts=not METHODS[method].pooled)
 
 
@@ -134,7 +135,10 @@ def test_every_step_is_that_of_the_oracle_with_the_kernels(
 def test_every_step_is_that_of_the_oracle(method: str, with_sinks: bool) -> None:
     # The reference rounds norms to bfloat16, enough to change what is retained.
     layers = make_layers(
-        FLASH, method, {projected_value_norms: cuda.projected_value_norms}, with_sinks=with_sinks
+        FLASH,
+        method,
+        Kernels(projected_value_norms=cuda.projected_value_norms),
+        with_sinks=with_sinks,
     )
     mixed_steps(layers, past_prompts=not METHODS[method].pooled)
 
@@ -166,7 +170,7 @@ def test_an_fp8_cache_is_scored_and_moved_as_attention_reads_it(
     # The interpreter's cast to fp8 loses carries.
     write = flash_attention.reshape_and_cache_flash
     monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash", write)
-    layers = make_layers(backend, twins=cuda.TWINS, kv_cache_dtype="fp8")
+    layers = make_layers(backend, kernels=cuda.KERNELS, kv_cache_dtype="fp8")
     scale_of_queries = 0.25 if with_queries else 1
     assert layers.layers[0].impl._score_scale == HEAD_SIZE**-0.5 * scale_of_queries * 0.5
     mixed_steps(layers)
@@ -196,7 +200,7 @@ def test_an_fp8_cache_with_scales_per_head_is_refused(backend: Any) -> None:
     layer = layers.layers[0]
     layer._k_scale = torch.ones(NUM_KV_HEADS)
     with pytest.raises(ConfigError, match=r"scales per head.*--kv-cache-dtype bfloat16"):
-        layer.impl.start(0, layer, layers.state, layers.builder.tables, torch.bfloat16, {})
+        layer.impl.start(0, layer, layers.state, layers.builder.tables, torch.bfloat16, REFERENCES)
 
 
 class Replays:
@@ -245,7 +249,7 @@ class Replays:
 def test_a_graph_of_a_decode_step_replays_for_other_rows_and_lengths(
     backend: Any, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers = make_layers(backend, twins=cuda.TWINS, graphs=True, with_sinks=with_sinks)
+    layers = make_layers(backend, kernels=cuda.KERNELS, graphs=True, with_sinks=with_sinks)
     assert layers.builder.get_cudagraph_support(None, None) == (
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     )
@@ -306,7 +310,7 @@ def test_a_single_token_of_a_prompt_that_drops_entries_is_no_decode(backend: Any
 def test_neither_a_decode_step_nor_a_completion_waits_for_the_device(
     method: str, backend: Any, with_sinks: bool
 ) -> None:
-    layers = make_layers(backend, method, cuda.TWINS, with_sinks=with_sinks)
+    layers = make_layers(backend, method, cuda.KERNELS, with_sinks=with_sinks)
     long, chunked = layers.request(100, 110), layers.request(90, 100)
     for rows in (
         ((long, 100), (chunked, 60)),
@@ -378,8 +382,10 @@ def test_warming_up_launches_what_prompts_need_and_leaves_no_trace(
         return call
 
     # References in place of kernels: which are called is the same, and takes less time.
-    twins = {part: noted(part.__name__, part) for part in cuda.TWINS}
-    layers = make_layers(FLASH, method, twins)
+    kernels = Kernels(
+        **{part.name: noted(part.name, getattr(REFERENCES, part.name)) for part in fields(Kernels)}
+    )
+    layers = make_layers(FLASH, method, kernels)
     warm_up(layers.builder, [method], layers.eviction)
     assert not layers.state.offsets.any()
     assert not layers.state.completed

@@ -18,7 +18,7 @@ from vllm_kvselect.engine import platforms
 from vllm_kvselect.engine.cpu_worker import EvictionCPUWorker
 from vllm_kvselect.engine.cuda_backend import CudaMetadataBuilder
 from vllm_kvselect.engine.warm_up import warm_up
-from vllm_kvselect.methods import NO_TWINS, Twins
+from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 pytestmark = pytest.mark.engine
@@ -39,8 +39,8 @@ class FlashAttentionOnCPU(EvictionCPUWorker):
 
     backend = "vllm_kvselect.engine.flash_attention.HeadwiseFlashAttentionBackend"
 
-    def _load_kernels(self) -> Twins:
-        return NO_TWINS
+    def _load_kernels(self) -> Kernels:
+        return REFERENCES
 
     def _prepared(self, projection: OutputProjection) -> OutputProjection:
         return projection

@@ -15,6 +15,7 @@ from tests.engine.conftest import Engine, EngineFactory, preempting_all
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine import cpu_worker
 from vllm_kvselect.engine.pool_scheduler import PoolScheduler
+from vllm_kvselect.kernels.base import REFERENCES
 from vllm_kvselect.kernels.cpu import KernelError
 from vllm_kvselect.methods import METHODS
 from vllm_kvselect.retention import RetentionPlan, plan
@@ -160,7 +161,7 @@ def test_a_machine_without_kernels_serves_the_same_tokens(
         if not kernels:
             monkeypatch.setattr(cpu_worker.cpu, "load", no_kernels)
         with start_engine(EVICTION, 200, max_num_batched_tokens=512) as engine:
-            assert bool(engine.worker._twins) is kernels
+            assert (engine.worker._kernels is not REFERENCES) is kernels
             tokens.append(engine.generate(prompts, 40))
     assert tokens[0] == tokens[1]
 

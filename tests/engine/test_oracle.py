@@ -28,7 +28,8 @@ from tests.engine.float64 import (
 from tests.engine.recorder import Recorder, recording
 from tests.method_cases import METHOD_CASES, MethodCase, every_method_case
 from vllm_kvselect.kernels import cpu
-from vllm_kvselect.methods import METHODS, NO_TWINS, retain, retain_pool, score_layer
+from vllm_kvselect.kernels.base import REFERENCES
+from vllm_kvselect.methods import METHODS, retain, retain_pool, score_layer
 from vllm_kvselect.ranking import Candidates
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
@@ -140,20 +141,20 @@ def test_methods_choose_from_real_tensors_as_the_oracles(
     case: MethodCase, kernels: bool, real_layers: list[Layer]
 ) -> None:
     loaded = cpu.load()
-    twins = loaded if kernels else NO_TWINS
+    parts = loaded if kernels else REFERENCES
     prompt_len = len(real_layers[0].query)
     size = (num_packed(prompt_len), BLOCK_SIZE, case.config())
     if METHODS[case.method].pooled:
         scored = [
-            score_layer(*inputs(case, layer, kernels), size[-1], twins=twins)
+            score_layer(*inputs(case, layer, kernels), size[-1], kernels=parts)
             for layer in real_layers
         ]
-        retention = retain_pool(Candidates.stack(scored), *size, twins=twins)
+        retention = retain_pool(Candidates.stack(scored), *size, kernels=parts)
         retentions = [(retention, expect(case, real_layers))]
     else:
         retentions = [
             (
-                retain(*inputs(case, layer, kernels), *size, layer_index=index, twins=twins),
+                retain(*inputs(case, layer, kernels), *size, layer_index=index, kernels=parts),
                 expect(case, [layer], index),
             )
             for index, layer in enumerate(real_layers)

@@ -16,8 +16,8 @@ from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine import checks, xformers_attention
 from vllm_kvselect.engine.xformers_attention import SplitKAttention
 from vllm_kvselect.kernels import cuda
+from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.page_table import PageTable
-from vllm_kvselect.scoring.value_norms import projected_value_norms
 
 pytest.importorskip("xformers")
 # The interpreter multiplies bfloat16 by its bits.
@@ -65,7 +65,7 @@ def test_steps_in_which_every_row_has_one_query_take_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(flash_attention, "DTYPES", {DTYPE})
     layers = Layers(
         eviction(decode_attention="xformers"),
-        {projected_value_norms: cuda.projected_value_norms},
+        Kernels(projected_value_norms=cuda.projected_value_norms),
         vllm_config(dtype="float16"),
     )
     layers.atol = 4 * ROUNDING  # of values up to 4

@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from tests.evaluation.test_retained import LAYERS, make_config, make_prompt
+from vllm_kvselect.evaluation import remembered
 from vllm_kvselect.evaluation.remembered import remembering
 from vllm_kvselect.evaluation.retained import retained_entries
 from vllm_kvselect.methods import METHODS
-from vllm_kvselect.scoring.value_norms import value_norms
+from vllm_kvselect.scoring import value_norms
 
 BUDGETS = (0.2, 0.4)
 
@@ -13,7 +14,7 @@ BUDGETS = (0.2, 0.4)
 @pytest.mark.parametrize("what_if", [None, "equal-norms"])
 def test_choices_are_those_of_the_references(what_if: str | None) -> None:
     prompt = make_prompt(what_if=what_if)
-    all_at_once = prompt._replace(twins=remembering())
+    all_at_once = prompt._replace(kernels=remembering())
     for method in METHODS:
         for budget in BUDGETS:
             config = make_config(method, budget=budget)
@@ -23,8 +24,22 @@ def test_choices_are_those_of_the_references(what_if: str | None) -> None:
 
 def test_norms_of_a_layer_are_computed_once() -> None:
     layer = LAYERS[0]
-    norms = remembering()[value_norms]
-    first = norms(layer.value, layer.output_projection.weight)
-    assert norms(layer.value, layer.output_projection.weight) is first
-    assert torch.equal(first, value_norms(layer.value, layer.output_projection.weight))
-    assert norms(layer.value[:, :40], layer.output_projection.weight).shape[1] == 40
+    norms = remembering().projected_value_norms
+    first = norms(layer.value, layer.output_projection)
+    assert norms(layer.value, layer.output_projection) is first
+    assert torch.equal(first, value_norms.value_norms(layer.value, layer.output_projection.weight))
+    assert norms(layer.value[:, :40], layer.output_projection).shape[1] == 40
+
+
+def test_settings_on_one_prompt_share_the_norms_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[torch.Size] = []
+
+    def counted(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        computed.append(value.shape)
+        return value_norms.value_norms(value, weight)
+
+    monkeypatch.setattr(remembered, "value_norms", counted)
+    prompt = make_prompt()._replace(kernels=remembering())
+    for method in METHODS:
+        retained_entries(prompt, make_config(method, budget=0.2))
+    assert len(computed) == len(LAYERS)

@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cuda
+from vllm_kvselect.kernels.triton.pruning import needed_value_norms
 from vllm_kvselect.page_table import PageTable
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
@@ -65,7 +66,7 @@ def launch_all(dtype: torch.dtype, head_size: int) -> None:
     cuda.projected_value_norms(value, projection)
     scores, budgets = torch.zeros(KV_HEADS, NUM_TOKENS), torch.full((KV_HEADS,), 1024)
     stage_1 = cuda.stage_1_mask(scores, budgets, 0.5)
-    cuda.needed_value_norms(scores, value, projection, stage_1, budgets, 1e-4)
+    needed_value_norms(scores, value, projection, stage_1, budgets, 1e-4)
     cuda.adaptive_pages(scores, 64, BLOCK_SIZE, config)
     retained = cuda.select(scores, budgets, KV_HEADS * 1024)
     cuda.gather_entries(key, retained, NUM_TOKENS)

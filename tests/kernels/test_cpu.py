@@ -1,6 +1,7 @@
 """The CPU kernels compute what their references compute."""
 
 import inspect
+from dataclasses import fields
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.strategies import Shape, few, head_sizes, kv_heads, random_layer, see
 from vllm_kvselect import allocation, compaction, selection
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cpu
+from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.methods import METHODS, retain
 from vllm_kvselect.scoring import snapkv, value_norms
 from vllm_kvselect.scoring.value_norms import OutputProjection
@@ -40,10 +42,13 @@ def drawn_budgets(data: st.DataObject, heads: int, num_tokens: int) -> torch.Ten
 
 
 def test_twins_have_the_names_and_signatures_of_their_references() -> None:
-    for reference, twin in cpu.TWINS.items():
-        assert twin.__name__ == reference.__name__
+    replaced = 0
+    for part in fields(Kernels):
+        reference, twin = getattr(REFERENCES, part.name), getattr(cpu.KERNELS, part.name)
+        assert twin.__name__ == reference.__name__ == part.name
         assert inspect.signature(twin) == inspect.signature(reference)
-        assert twin is getattr(cpu, reference.__name__)
+        replaced += twin is not reference and twin is getattr(cpu, part.name)
+    assert replaced >= 8
 
 
 @some
@@ -263,7 +268,7 @@ def test_what_is_retained_is_as_good_as_what_the_reference_retains(
     config = case.config(window=shape.window)
     options = (shape.scale, shape.num_packed, shape.block_size, config)
     expected = retain(*inputs, projection, *options)
-    retention = retain(*inputs, packed, *options, twins=cpu.TWINS)
+    retention = retain(*inputs, packed, *options, kernels=cpu.KERNELS)
     both = set(retention.retained.tolist()) & set(expected.retained.tolist())
     assert len(both) >= expected.retained.numel() - 2
 
@@ -280,7 +285,7 @@ def test_a_broken_model_does_not_break_the_bookkeeping(
     projection = cpu.pack(OutputProjection.of(layer.output_projection))
     value = layer.value[:, : shape.num_tokens]
     arguments = (projection, shape.scale, 2, 8, case.config(window=shape.window))
-    retention = retain(layer.query, layer.key, value, *arguments, twins=cpu.TWINS)
+    retention = retain(layer.query, layer.key, value, *arguments, kernels=cpu.KERNELS)
     assert int(retention.offsets[-1]) == 6
     assert len(set(retention.retained.tolist())) == 48
     assert int(retention.retained.min()) >= 0
@@ -296,7 +301,7 @@ def test_other_dtypes_go_to_the_reference() -> None:
         value = layer.value[:, : shape.num_tokens]
         arguments = (layer.query, layer.key, value, projection, shape.scale, 2, 8, config)
         expected = retain(*arguments)
-        assert torch.equal(retain(*arguments, twins=cpu.TWINS).retained, expected.retained)
+        assert torch.equal(retain(*arguments, kernels=cpu.KERNELS).retained, expected.retained)
 
 
 def test_a_machine_without_a_compiler_is_told_what_to_install(

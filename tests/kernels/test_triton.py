@@ -8,6 +8,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from vllm_kvselect.scoring.value_norms import OutputProjection
 pytest.importorskip("triton")
 from vllm_kvselect.kernels import cuda
 from vllm_kvselect.kernels import triton as triton_kernels
+from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.kernels.triton import allocation as allocation_kernels
 from vllm_kvselect.kernels.triton import page_table as page_table_kernels
 from vllm_kvselect.kernels.triton import selection as selection_kernels
@@ -75,10 +77,13 @@ def drawn_budgets(data: st.DataObject, heads: int, num_tokens: int) -> torch.Ten
 
 
 def test_twins_have_the_names_and_signatures_of_their_references() -> None:
-    for reference, twin in cuda.TWINS.items():
-        assert twin.__name__ == reference.__name__
+    replaced = 0
+    for part in fields(Kernels):
+        reference, twin = getattr(REFERENCES, part.name), getattr(cuda.KERNELS, part.name)
+        assert twin.__name__ == reference.__name__ == part.name
         assert inspect.signature(twin) == inspect.signature(reference)
-        assert twin is getattr(cuda, reference.__name__)
+        replaced += twin is not reference and twin is getattr(cuda, part.name)
+    assert replaced >= 8
 
 
 def test_every_kernel_compiles_for_an_h100_and_fits_its_shared_memory() -> None:
@@ -391,7 +396,7 @@ def test_the_whole_choice_waits_for_nothing_and_is_the_references(case: MethodCa
     inputs = (layer.query.to(DEVICE), layer.key.to(DEVICE), value, *arguments)
     expected = retain(*inputs)
     with unsynchronised():
-        retention = retain(*inputs, twins=cuda.TWINS)
+        retention = retain(*inputs, kernels=cuda.KERNELS)
     assert torch.equal(retention.offsets, expected.offsets)
     both = set(retention.retained.tolist()) & set(expected.retained.tolist())
     assert len(both) >= expected.retained.numel() - 1
@@ -433,7 +438,7 @@ def test_a_broken_model_does_not_break_the_bookkeeping(method: str, dtype: torch
     config = MethodCase(method).config(window=3)
     arguments = (projection, shape.scale, 2, 8, config)
     inputs = (layer.query.to(DEVICE), layer.key.to(DEVICE), value, *arguments)
-    retention = retain(*inputs, twins=cuda.TWINS)
+    retention = retain(*inputs, kernels=cuda.KERNELS)
     assert int(retention.offsets[-1]) == 4
     assert len(set(retention.retained.tolist())) == 32
     assert int(retention.retained.min()) >= 0
@@ -450,4 +455,4 @@ def test_float64_goes_to_the_reference() -> None:
         arguments = (projection, shape.scale, 2, 8, config)
         inputs = (layer.query.to(DEVICE), layer.key.to(DEVICE), value, *arguments)
         expected = retain(*inputs)
-        assert torch.equal(retain(*inputs, twins=cuda.TWINS).retained, expected.retained)
+        assert torch.equal(retain(*inputs, kernels=cuda.KERNELS).retained, expected.retained)

@@ -18,7 +18,7 @@ from vllm_kvselect.engine.headwise_batch import Call, HeadwiseBatch
 from vllm_kvselect.engine.headwise_impl import HeadwiseImpl, refuse_layer
 from vllm_kvselect.engine.memory import all_layers
 from vllm_kvselect.engine.state import RetentionState
-from vllm_kvselect.methods import Twins
+from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.page_table import PageTable
 
 
@@ -39,12 +39,12 @@ class HeadwiseCPUAttentionBackend(CPUAttentionBackend):
 class HeadwiseCPUMetadataBuilder(HeadwiseBuilder, CPUAttentionMetadataBuilder):
     """Builds vLLM's metadata, split where prompts end. Stock until `start` is called."""
 
-    def _start_layers(self, layers: list[Any], state: RetentionState, twins: Twins) -> None:
+    def _start_layers(self, layers: list[Any], state: RetentionState, kernels: Kernels) -> None:
         spec = self.kv_cache_spec
-        codec = PageCodec(self.isa, spec.dtype, spec.block_size, spec.head_size, twins)
+        codec = PageCodec(self.isa, spec.dtype, spec.block_size, spec.head_size, kernels)
         schedules = Schedules(self.isa)
         for index, layer in enumerate(layers):
-            layer.impl.start(index, layer.kv_cache, self.isa, state, codec, schedules, twins)
+            layer.impl.start(index, layer.kv_cache, self.isa, state, codec, schedules, kernels)
 
 
 class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
@@ -68,7 +68,7 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         state: RetentionState,
         codec: PageCodec,
         schedules: Schedules,
-        twins: Twins,
+        kernels: Kernels,
     ) -> None:
         """Connects the layer to its group.
 
@@ -79,9 +79,9 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
             state: State of the group's layers.
             codec: Inner order of the pages.
             schedules: The kernel's work plans.
-            twins: Kernels to call in place of the references.
+            kernels: What computes the parts of a choice.
         """
-        self._connect(layer_index, state, twins)
+        self._connect(layer_index, state, kernels)
         self._isa, self._codec, self._schedules = isa, codec, schedules
         self._key_pages, self._value_pages = one_head_view(all_layers(kv_cache)).chunk(2, dim=2)
         if self.sinks is not None and self.sinks.dtype != torch.bfloat16:

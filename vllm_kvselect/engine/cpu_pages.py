@@ -11,8 +11,7 @@ from typing import NamedTuple, Self
 import torch
 from vllm import _custom_ops as ops
 
-from vllm_kvselect.compaction import read_entries, read_pages
-from vllm_kvselect.methods import NO_TWINS, Twins
+from vllm_kvselect.kernels.base import REFERENCES, Kernels
 
 _ENTRIES_AT_ONCE = 2**15
 """Entries that are read at once: their indices take more memory than they do."""
@@ -58,7 +57,7 @@ class PageCodec:
         dtype: Data type of the cache.
         block_size: Entries per page.
         head_size: Elements per key and per value.
-        twins: Kernels to call in place of the references.
+        kernels: What computes the parts of a choice.
     """
 
     def __init__(
@@ -67,13 +66,13 @@ class PageCodec:
         dtype: torch.dtype,
         block_size: int,
         head_size: int,
-        twins: Twins = NO_TWINS,
+        kernels: Kernels = REFERENCES,
     ) -> None:
         self.block_size, self.head_size = block_size, head_size
         learned = _learn_places(isa, dtype, block_size, head_size)
         self._keys, self._values = (_Places.of(places, dtype) for places in learned)
-        self._read_pages = twins.get(read_pages, read_pages)
-        self._read_entries = twins.get(read_entries, read_entries)
+        self._read_pages = kernels.read_pages
+        self._read_entries = kernels.read_entries
 
     def read_keys(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         """Reads the keys of whole pages in token order.

@@ -12,7 +12,7 @@ from vllm_kvselect.engine.allocator import keep_freed_memory
 from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.worker import EvictionWorker
 from vllm_kvselect.kernels import cpu
-from vllm_kvselect.methods import NO_TWINS, Twins
+from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 logger = init_logger(__name__)
@@ -30,16 +30,16 @@ class EvictionCPUWorker(EvictionWorker, CPUWorker):
         super().load_model(**kwargs)
         keep_freed_memory()
 
-    def _load_kernels(self) -> Twins:
+    def _load_kernels(self) -> Kernels:
         """The CPU kernels; without them selection is slower, which is said and no more."""
         try:
             return cpu.load()
         except cpu.KernelError as error:
             logger.warning("%s; selection runs in plain PyTorch, several times slower", error)
-            return NO_TWINS
+            return REFERENCES
 
     def _prepared(self, projection: OutputProjection) -> OutputProjection:
-        return cpu.pack(projection) if self._twins else projection
+        return cpu.pack(projection) if self._kernels is cpu.KERNELS else projection
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's; requests in mid-prefill do not draw from their own random generators.

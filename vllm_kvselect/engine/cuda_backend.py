@@ -25,7 +25,7 @@ from vllm_kvselect.engine.prompts import Prompt
 from vllm_kvselect.engine.rows import Rows
 from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.engine.state import RetentionState
-from vllm_kvselect.methods import Twins
+from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.page_table import PageTable
 
 
@@ -100,7 +100,7 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         """Whole graphs for one token a row; mixed batches are split, outside graphs."""
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
-    def _start_layers(self, layers: list[Any], state: RetentionState, twins: Twins) -> None:
+    def _start_layers(self, layers: list[Any], state: RetentionState, kernels: Kernels) -> None:
         spec = self.kv_cache_spec
         assert isinstance(spec, HeadwiseSpec)
         manager_block_size = self.vllm_config.cache_config.block_size
@@ -117,11 +117,11 @@ class CudaMetadataBuilder(HeadwiseBuilder):
             self.vllm_config.scheduler_config.max_num_seqs,
             self.vllm_config.model_config.max_model_len,
             self.block_size,
-            twins,
+            kernels,
         )
         for index, layer in enumerate(layers):
             dtype = self.vllm_config.model_config.dtype
-            layer.impl.start(index, layer, state, self.tables, dtype, twins)
+            layer.impl.start(index, layer, state, self.tables, dtype, kernels)
             if spec.eviction.decode_attention == "xformers":
                 layer.impl.take_xformers()
 

@@ -8,7 +8,6 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionLayer, AttentionType
 
-from vllm_kvselect.compaction import gather_entries, gather_from_blocks, scatter_entries
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.batch import Completion
 from vllm_kvselect.engine.cuda_tables import HeadwiseTables
@@ -17,7 +16,7 @@ from vllm_kvselect.engine.headwise_impl import HeadwiseImpl, refuse_layer
 from vllm_kvselect.engine.memory import all_layers
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.engine.xformers_attention import SplitKAttention
-from vllm_kvselect.methods import Twins
+from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.page_table import PageTable
 
 
@@ -72,7 +71,7 @@ class CudaImpl(HeadwiseImpl):
         state: RetentionState,
         tables: HeadwiseTables,
         dtype: torch.dtype,
-        twins: Twins,
+        kernels: Kernels,
     ) -> None:
         """Connects the layer to its group; called once the cache is allocated and weights loaded.
 
@@ -82,12 +81,12 @@ class CudaImpl(HeadwiseImpl):
             state: State of the group's layers.
             tables: Page tables of the group's layers.
             dtype: The model's dtype, in which quantised keys and values are scored.
-            twins: Kernels to call in place of the references.
+            kernels: What computes the parts of a choice.
 
         Raises:
             ConfigError: If the layer has scales per head.
         """
-        self._connect(layer_index, state, twins)
+        self._connect(layer_index, state, kernels)
         self._tables, self._dtype = tables, dtype
         key, value = one_head_view(layer.kv_cache, self.head_size)
         if self._is_quantized:
@@ -184,17 +183,16 @@ class CudaImpl(HeadwiseImpl):
         return key, value.mul_(self._value_scale)
 
     def _move(self, kv_cache: torch.Tensor, retained: torch.Tensor, completion: Completion) -> None:
-        gather = self._twins.get(gather_from_blocks, gather_from_blocks)
-        scatter = self._twins.get(scatter_entries, scatter_entries)
         num_competing = completion.plan.tail_start * completion.block_size
-        entries = gather(kv_cache, completion.blocks, retained, num_competing)
-        scatter(kv_cache, completion.slots, entries)
+        entries = self._kernels.gather_from_blocks(
+            kv_cache, completion.blocks, retained, num_competing
+        )
+        self._kernels.scatter_entries(kv_cache, completion.slots, entries)
 
     def _move_slots(
         self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
     ) -> None:
-        gather = self._twins.get(gather_entries, gather_entries)
-        scatter = self._twins.get(scatter_entries, scatter_entries)
         # One head whose tokens are the slots.
         slots = cache.view(1, -1, cache.shape[-1])
-        scatter(cache, targets, gather(slots, sources, slots.shape[1]))
+        entries = self._kernels.gather_entries(slots, sources, slots.shape[1])
+        self._kernels.scatter_entries(cache, targets, entries)

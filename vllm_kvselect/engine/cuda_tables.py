@@ -9,8 +9,8 @@ from vllm_kvselect.engine.headwise_batch import HeadwiseBatch
 from vllm_kvselect.engine.page_tables import SettledRows
 from vllm_kvselect.engine.prompts import Prompt
 from vllm_kvselect.engine.state import RetentionState
-from vllm_kvselect.methods import Twins
-from vllm_kvselect.page_table import PageTable, headwise_page_table
+from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.page_table import PageTable
 
 
 def table_width(max_model_len: int, block_size: int) -> int:
@@ -41,7 +41,7 @@ class HeadwiseTables:
         max_num_seqs: Requests that run at once.
         max_model_len: Longest request.
         block_size: Tokens per block.
-        twins: Kernels to call in place of the references.
+        kernels: What computes the parts of a choice.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class HeadwiseTables:
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
-        twins: Twins,
+        kernels: Kernels,
     ) -> None:
         self._state, self._block_size = state, block_size
-        self._build = twins.get(headwise_page_table, headwise_page_table)
+        self._build = kernels.headwise_page_table
         num_layers, num_offsets = state.offsets.shape[1:]
         self.num_kv_heads = num_offsets - 1
         num_sequences = max_num_seqs * self.num_kv_heads

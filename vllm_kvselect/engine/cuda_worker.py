@@ -15,7 +15,7 @@ from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.engine.warm_up import warm_up
 from vllm_kvselect.engine.worker import EvictionWorker
-from vllm_kvselect.methods import Twins
+from vllm_kvselect.kernels.base import Kernels
 
 logger = init_logger(__name__)
 
@@ -29,11 +29,11 @@ class EvictionGPUWorker(EvictionWorker, Worker):
         self.backend = PLATFORMS["cuda"].backends[self.replaces]
         self._is_prefilling = False
 
-    def _load_kernels(self) -> Twins:
+    def _load_kernels(self) -> Kernels:
         # Imports Triton, which only this worker needs.
         from vllm_kvselect.kernels import cuda
 
-        return cuda.TWINS
+        return cuda.KERNELS
 
     def determine_available_memory(self) -> int:
         """vLLM's, less what page tables and selection take beside the KV cache.

@@ -18,7 +18,7 @@ from vllm_kvselect.engine.memory import refuse_scattered_layers
 from vllm_kvselect.engine.prompts import PromptsOf
 from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.engine.state import RetentionState
-from vllm_kvselect.methods import Twins
+from vllm_kvselect.kernels.base import Kernels
 
 
 @dataclass
@@ -51,13 +51,13 @@ class HeadwiseBuilder(ABC):
     splitter_class: type[Splitter] = Splitter
     _splitter: Splitter | None = None
 
-    def start(self, num_blocks: int, prompts_of: PromptsOf, twins: Twins) -> RetentionState:
+    def start(self, num_blocks: int, prompts_of: PromptsOf, kernels: Kernels) -> RetentionState:
         """Connects the layers of the group to their state; called once the cache is allocated.
 
         Args:
             num_blocks: Blocks of the KV cache.
             prompts_of: Gives the prompts of a batch.
-            twins: Kernels to call in place of the references.
+            kernels: What computes the parts of a choice.
 
         Returns:
             The state of the group's layers.
@@ -72,7 +72,7 @@ class HeadwiseBuilder(ABC):
         )
         refuse_scattered_layers([layer.kv_cache for layer in layers])
         self.layers, self.state = layers, state
-        self._start_layers(layers, state, twins)
+        self._start_layers(layers, state, kernels)
         self._splitter = self.splitter(prompts_of)
         return state
 
@@ -91,7 +91,7 @@ class HeadwiseBuilder(ABC):
         )
 
     @abstractmethod
-    def _start_layers(self, layers: list[Any], state: RetentionState, twins: Twins) -> None:
+    def _start_layers(self, layers: list[Any], state: RetentionState, kernels: Kernels) -> None:
         """Connects the layers' impls to the group's state."""
 
     def build(

@@ -5,6 +5,7 @@ their prompts. A batch in which nobody drops anything takes vLLM's path from end
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,9 @@ from vllm_kvselect.engine.memory import all_layers
 from vllm_kvselect.engine.pool import pool_moves
 from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.engine.whole_prompt import PromptChunk, scorer_of
+from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.methods import (
-    METHODS,
     Retention,
-    Twins,
     needs_values,
     retain_layer,
     retain_pool,
@@ -48,15 +48,15 @@ class HeadwiseImpl(ABC):
     sinks: torch.Tensor | None
     output_projection: OutputProjection | None = None
 
-    def _connect(self, layer_index: int, state: RetentionState, twins: Twins) -> None:
+    def _connect(self, layer_index: int, state: RetentionState, kernels: Kernels) -> None:
         """Connects the layer to its group.
 
         Args:
             layer_index: The layer's place in the group.
             state: State of the group's layers.
-            twins: Kernels to call in place of the references.
+            kernels: What computes the parts of a choice.
         """
-        self._layer_index, self._state, self._twins = layer_index, state, twins
+        self._layer_index, self._state, self._kernels = layer_index, state, kernels
         self._score_scale = self.scale
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
@@ -245,7 +245,7 @@ class HeadwiseImpl(ABC):
             *self._inputs(query, key, value, completion),
             completion.eviction,
             self._layer_index,
-            self._twins_of(completion),
+            self._kernels_of(completion),
             self.sinks,
         )
         if completion.kept is not None:
@@ -307,7 +307,7 @@ class HeadwiseImpl(ABC):
     def _retain_pool(self, candidates: Candidates, completion: Completion) -> Retention:
         """Chooses the entries of all layers from their stacked candidates."""
         size = (completion.plan.num_packed, completion.block_size)
-        return retain_pool(candidates, *size, completion.eviction, self._twins)
+        return retain_pool(candidates, *size, completion.eviction, self._kernels)
 
     def _retain(
         self, candidates: Candidates, value: torch.Tensor | None, completion: Completion
@@ -315,7 +315,7 @@ class HeadwiseImpl(ABC):
         """Chooses the entries of this layer."""
         size = (completion.plan.num_packed, completion.block_size)
         return retain_layer(
-            candidates, value, self.output_projection, *size, completion.eviction, self._twins
+            candidates, value, self.output_projection, *size, completion.eviction, self._kernels
         )
 
     def _inputs(
@@ -328,13 +328,13 @@ class HeadwiseImpl(ABC):
         key = key[:, : completion.num_prompt_tokens]
         return window, key, value, self.output_projection, self._score_scale
 
-    def _twins_of(self, completion: Completion) -> Twins:
-        """The twins; where the prompt was scored chunk by chunk, its scores are there already."""
+    def _kernels_of(self, completion: Completion) -> Kernels:
+        """The kernels; where the prompt was scored chunk by chunk, its scores are there already."""
         if completion.sums is None:
-            return self._twins
+            return self._kernels
         eviction, sums = completion.eviction, completion.sums[self._layer_index]
         scorer = scorer_of(sums, eviction.window)
-        return {**self._twins, METHODS[eviction.method].scorer: scorer}
+        return replace(self._kernels, h2o_scores=scorer)
 
 
 def refuse_layer(**unsupported: object) -> None:

@@ -17,7 +17,7 @@ from vllm_kvselect.engine.cuda_impl import CudaImpl
 from vllm_kvselect.engine.headwise import HeadwiseMetadata
 from vllm_kvselect.engine.headwise_batch import Call, HeadwiseBatch
 from vllm_kvselect.engine.state import RetentionState
-from vllm_kvselect.methods import Twins
+from vllm_kvselect.kernels.base import Kernels
 
 
 class HeadwiseTritonAttentionBackend(CudaBackend, TritonAttentionBackend):
@@ -47,8 +47,8 @@ class HeadwiseTritonAttentionMetadataBuilder(CudaMetadataBuilder, TritonAttentio
         metadata.split.headwise.rows.seq_lens.fill_(1)
         return metadata
 
-    def _start_layers(self, layers: list[Any], state: RetentionState, twins: Twins) -> None:
-        super()._start_layers(layers, state, twins)
+    def _start_layers(self, layers: list[Any], state: RetentionState, kernels: Kernels) -> None:
+        super()._start_layers(layers, state, kernels)
         for layer in layers:
             layer.impl.segments = self._segments(layer.num_kv_heads)
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvselect.engine.prompts import Prompt
-from vllm_kvselect.methods import METHODS, Accumulator, Scorer
+from vllm_kvselect.kernels.base import Scorer
+from vllm_kvselect.methods import METHODS, Accumulator
 
 
 @dataclass

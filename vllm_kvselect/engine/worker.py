@@ -28,7 +28,8 @@ from vllm_kvselect.engine.output_projection import find_output_projections, mate
 from vllm_kvselect.engine.prompts import LivePrompts, Prompt
 from vllm_kvselect.engine.spec import HeadwiseSpec, with_eviction
 from vllm_kvselect.engine.state import RetentionState
-from vllm_kvselect.methods import METHODS, NO_TWINS, Twins
+from vllm_kvselect.kernels.base import REFERENCES, Kernels
+from vllm_kvselect.methods import METHODS
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 
@@ -56,7 +57,7 @@ class EvictionWorker(ABC):
         block_size = self.vllm_config.cache_config.block_size
         self._prompts = LivePrompts(self._eviction, block_size)
         self._states: list[RetentionState] = []
-        self._twins: Twins = NO_TWINS
+        self._kernels: Kernels = REFERENCES
         self._num_saved_blocks = 0
         self._reported_seconds = 0.0
         self._report_to_send: StepReport | None = None
@@ -65,13 +66,13 @@ class EvictionWorker(ABC):
         """Loads the model with our attention backend and binds the output projections."""
         with _backend_in_place(self.replaces, self.backend):
             super().load_model(**kwargs)  # type: ignore[misc]
-        self._twins = self._load_kernels()
+        self._kernels = self._load_kernels()
         if any(METHODS[name].perturbation for name in self._methods()):
             self._bind_output_projections()
 
     @abstractmethod
-    def _load_kernels(self) -> Twins:
-        """Fast twins of the references for this device."""
+    def _load_kernels(self) -> Kernels:
+        """Fast kernels of the references for this device."""
 
     def _prepared(self, projection: OutputProjection) -> OutputProjection:
         """A layer's W_O as the kernels want it."""
@@ -93,7 +94,7 @@ class EvictionWorker(ABC):
         refuse_mixed_groups(kv_cache_config, self.vllm_config.cache_config.block_size)
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self._states = [
-            builder.start(kv_cache_config.num_blocks, self._prompts_of, self._twins)
+            builder.start(kv_cache_config.num_blocks, self._prompts_of, self._kernels)
             for builder in self._builders
         ]
 

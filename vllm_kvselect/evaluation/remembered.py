@@ -1,4 +1,4 @@
-"""Twins for an analysis: what many settings on one prompt have in common is computed once.
+"""Kernels for an analysis: what many settings on one prompt have in common is computed once.
 
 Most of a choice on a CPU is the projected value norms, and they depend on neither method nor
 budget. So all of them are computed, which the engine, with one setting a prompt, avoids.
@@ -6,24 +6,23 @@ budget. So all of them are computed, which the engine, with one setting a prompt
 
 import torch
 
-from vllm_kvselect.methods import Twins
-from vllm_kvselect.pruning import select_pruned
+from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.scoring.value_norms import OutputProjection, value_norms
 from vllm_kvselect.selection import select, stage_1_mask, stage_2_keys
 
 
-def remembering() -> Twins:
-    """Makes twins that remember norms; for one prompt, since a layer's values must not change.
+def remembering() -> Kernels:
+    """Makes kernels that remember norms; for one prompt, since a layer's values must not change.
 
     Returns:
-        Twins of `value_norms` and of `select_pruned`, as `methods.retain` takes them.
+        The references, but for norms and for the selection that needs them.
     """
     known: dict[tuple[int, torch.Size], torch.Tensor] = {}
 
-    def remembered_norms(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        layer = (weight.data_ptr(), value.shape)
+    def remembered_norms(value: torch.Tensor, projection: OutputProjection) -> torch.Tensor:
+        layer = (projection.weight.data_ptr(), value.shape)
         if layer not in known:
-            known[layer] = value_norms(value, weight)
+            known[layer] = value_norms(value, projection.weight)
         return known[layer]
 
     def select_by_all_norms(
@@ -36,8 +35,8 @@ def remembering() -> Twins:
         alpha: float,
         eps: float,
     ) -> torch.Tensor:
-        norms = remembered_norms(value, projection.weight).to(scores.dtype)
+        norms = remembered_norms(value, projection).to(scores.dtype)
         stage_1 = stage_1_mask(scores, budgets, alpha)
         return select(stage_2_keys(weights, norms, stage_1, eps), budgets, num_retained)
 
-    return {value_norms: remembered_norms, select_pruned: select_by_all_norms}
+    return Kernels(projected_value_norms=remembered_norms, select_pruned=select_by_all_norms)

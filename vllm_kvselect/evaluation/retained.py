@@ -8,11 +8,10 @@ import torch
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.evaluation.capture import Layer
 from vllm_kvselect.evaluation.errors import EvaluationError
+from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.methods import (
     METHODS,
-    NO_TWINS,
     Retention,
-    Twins,
     retain,
     retain_pool,
     score_layer,
@@ -32,14 +31,14 @@ class Prompt(NamedTuple):
         block_size: Tokens per block: 1 counts a budget in entries as papers do, 32 is the engine's.
         what_if: `foresight` scores by the queries that follow the prompt instead of by the
             window's; `equal-norms` makes all value norms equal. See `AnalysisConfig`.
-        twins: What computes in place of the references.
+        kernels: What computes the parts of a choice.
     """
 
     layers: list[Layer]
     num_tokens: int
     block_size: int
     what_if: str | None = None
-    twins: Twins = NO_TWINS
+    kernels: Kernels = REFERENCES
 
 
 def retained_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
@@ -115,13 +114,13 @@ def _choose(
     if METHODS[config.method].pooled:
         everything = slice(0, len(prompt.layers))
         candidates = _score(prompt, everything, scored, config)
-        pool = (planned.num_packed, prompt.block_size, config, prompt.twins)
+        pool = (planned.num_packed, prompt.block_size, config, prompt.kernels)
         yield everything, retain_pool(candidates, *pool)
         return
     for index, layer in enumerate(prompt.layers):
         inputs = _inputs(prompt, layer, scored, config)
         sizes = (planned.num_packed, prompt.block_size)
-        retention = retain(*inputs, *sizes, config, index, prompt.twins)
+        retention = retain(*inputs, *sizes, config, index, prompt.kernels)
         yield slice(index, index + 1), retention
 
 
@@ -129,7 +128,7 @@ def _score(prompt: Prompt, layers: slice, scored: int, config: EvictionConfig) -
     chosen = []
     for index in range(len(prompt.layers))[layers]:
         inputs = _inputs(prompt, prompt.layers[index], scored, config)
-        chosen.append(score_layer(*inputs, config, index, prompt.twins))
+        chosen.append(score_layer(*inputs, config, index, prompt.kernels))
     return Candidates.stack(chosen)
 
 

@@ -6,14 +6,13 @@ dtypes go to the reference. A machine without a C++ compiler serves with the ref
 
 import math
 import subprocess
-from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
 
 import torch
 
-from vllm_kvselect import allocation, compaction, pruning, selection
+from vllm_kvselect import allocation, pruning, selection
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.kernels.build import load_library
 from vllm_kvselect.scoring import snapkv
 from vllm_kvselect.scoring import value_norms as references
@@ -27,14 +26,14 @@ class KernelError(RuntimeError):
 
 
 @cache
-def load() -> Mapping[Callable[..., Any], Callable[..., Any]]:
+def load() -> Kernels:
     """Compiles the kernels, or finds them compiled, and tries them.
 
     The first call on a machine takes about 25 s; the result is kept in torch's folder for
     extensions (`TORCH_EXTENSIONS_DIR`).
 
     Returns:
-        Each reference with its twin, for `methods.retain`.
+        The kernels, for `methods.retain`.
 
     Raises:
         KernelError: If there is no compiler, or the machine lacks the instructions.
@@ -47,7 +46,7 @@ def load() -> Mapping[Callable[..., Any], Callable[..., Any]]:
         raise KernelError(
             f"the CPU kernels are not available ({reason[0]}); install g++ and ninja"
         ) from error
-    return TWINS
+    return KERNELS
 
 
 def _try() -> None:
@@ -180,13 +179,13 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-TWINS: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    snapkv.snapkv_scores: snapkv_scores,
-    references.projected_value_norms: projected_value_norms,
-    pruning.select_pruned: select_pruned,
-    allocation.adaptive_pages: adaptive_pages,
-    selection.stage_1_mask: stage_1_mask,
-    selection.select: select,
-    compaction.read_pages: read_pages,
-    compaction.read_entries: read_entries,
-}
+KERNELS = Kernels(
+    snapkv_scores=snapkv_scores,
+    projected_value_norms=projected_value_norms,
+    select_pruned=select_pruned,
+    adaptive_pages=adaptive_pages,
+    stage_1_mask=stage_1_mask,
+    select=select,
+    read_pages=read_pages,
+    read_entries=read_entries,
+)

@@ -1,22 +1,16 @@
 """The choice of what is retained: score, rank, allocate, select."""
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.methods.registry import METHODS, Allocator, Method
-from vllm_kvselect.pruning import select_pruned
+from vllm_kvselect.kernels.base import REFERENCES, Allocator, Kernels
+from vllm_kvselect.methods.registry import METHODS, Method
 from vllm_kvselect.ranking import Candidates, by_score
-from vllm_kvselect.scoring.value_norms import OutputProjection, projected_value_norms
-from vllm_kvselect.selection import select, stage_1_mask, stage_2_keys
-
-Twins = Mapping[Callable[..., Any], Callable[..., Any]]
-"""Reference functions and what a device computes in their place."""
-
-NO_TWINS: Twins = MappingProxyType({})
+from vllm_kvselect.scoring.value_norms import OutputProjection
+from vllm_kvselect.selection import stage_2_keys
 
 
 class Retention(NamedTuple):
@@ -44,7 +38,7 @@ def retain(
     block_size: int,
     config: EvictionConfig,
     layer_index: int = 0,
-    twins: Twins = NO_TWINS,
+    kernels: Kernels = REFERENCES,
     sinks: torch.Tensor | None = None,
 ) -> Retention:
     """Scores, allocates and selects: the whole choice of one layer for one prompt.
@@ -61,15 +55,15 @@ def retain(
         block_size: Entries per page.
         config: Method and parameters.
         layer_index: The layer's place in the model.
-        twins: Fast twins to call in place of the references.
+        kernels: What computes the parts.
         sinks: The layer's attention sinks, `[num_heads]`, or None.
 
     Returns:
         The retained entries and the heads' runs.
     """
     inputs = (query, key, value, output_projection, scale)
-    layer = score_layer(*inputs, config, layer_index, twins, sinks)
-    return retain_layer(layer, value, output_projection, num_packed, block_size, config, twins)
+    layer = score_layer(*inputs, config, layer_index, kernels, sinks)
+    return retain_layer(layer, value, output_projection, num_packed, block_size, config, kernels)
 
 
 def needs_values(candidates: Candidates, config: EvictionConfig) -> bool:
@@ -84,7 +78,7 @@ def retain_layer(
     num_packed: int,
     block_size: int,
     config: EvictionConfig,
-    twins: Twins = NO_TWINS,
+    kernels: Kernels = REFERENCES,
 ) -> Retention:
     """The second half of the choice, for a layer that shares its packed pages with no other.
 
@@ -95,7 +89,7 @@ def retain_layer(
         num_packed: As in `retain`, with what follows.
         block_size: Entries per page.
         config: Method and parameters.
-        twins: Fast twins to call in place of the references.
+        kernels: What computes the parts.
 
     Returns:
         The retained entries and the heads' runs.
@@ -104,8 +98,7 @@ def retain_layer(
     def select_rest(budgets: torch.Tensor, num_retained: int) -> torch.Tensor:
         assert value is not None
         assert output_projection is not None
-        pruned = twins.get(select_pruned, select_pruned)
-        retained: torch.Tensor = pruned(
+        return kernels.select_pruned(
             candidates.scores,
             candidates.weights,
             value,
@@ -115,10 +108,9 @@ def retain_layer(
             config.alpha,
             config.eps,
         )
-        return retained
 
     layer = Candidates.stack([candidates])
-    return _choose(layer, num_packed, block_size, config, twins, select_rest)
+    return _choose(layer, num_packed, block_size, config, kernels, select_rest)
 
 
 def score_layer(
@@ -129,7 +121,7 @@ def score_layer(
     scale: float,
     config: EvictionConfig,
     layer_index: int = 0,
-    twins: Twins = NO_TWINS,
+    kernels: Kernels = REFERENCES,
     sinks: torch.Tensor | None = None,
 ) -> Candidates:
     """The first half of the choice, which needs a layer's tensors; arguments as in `retain`.
@@ -140,17 +132,17 @@ def score_layer(
     """
     method, num_tokens = METHODS[config.method], value.shape[1]
     inputs = (query, key, scale)
-    scorer, norms_of = (twins.get(part, part) for part in (method.scorer, projected_value_norms))
+    scorer = kernels.scorer(method.scorer)
     scores = weights = scorer(*inputs, config, layer_index, sinks)[:, :num_tokens]
     unpooled = config.stage_2_scores == "unpooled"
     if method.perturbation and (method.weigher or unpooled):
         stage_2 = config.model_copy(update={"kernel_size": 1}) if unpooled else config
-        weigher = twins.get(method.weigher, method.weigher) if method.weigher else scorer
+        weigher = kernels.scorer(method.weigher) if method.weigher else scorer
         weights = weigher(*inputs, stage_2, layer_index, sinks)[:, :num_tokens]
     norms = None
     if method.perturbation and (method.pooled or method.ranking is not by_score):
         assert output_projection is not None
-        norms = norms_of(value, output_projection).to(scores.dtype)
+        norms = kernels.projected_value_norms(value, output_projection).to(scores.dtype)
     return Candidates(scores, weights, norms)
 
 
@@ -159,7 +151,7 @@ def retain_pool(
     num_packed: int,
     block_size: int,
     config: EvictionConfig,
-    twins: Twins = NO_TWINS,
+    kernels: Kernels = REFERENCES,
 ) -> Retention:
     """The second half, for all layers that share a request's packed pages.
 
@@ -170,14 +162,14 @@ def retain_pool(
         num_packed: Packed blocks of the retention plan; each holds a page per layer and head.
         block_size: Entries per page.
         config: Method and parameters; the method is `pooled`.
-        twins: Fast twins to call in place of the references.
+        kernels: What computes the parts.
 
     Returns:
         `num_layers * num_packed * num_kv_heads * block_size` retained entries, and offsets
         `[num_layers * num_kv_heads + 1]` that run through the layers in order.
     """
     assert METHODS[config.method].pooled
-    return _choose(candidates, num_packed, block_size, config, twins, None)
+    return _choose(candidates, num_packed, block_size, config, kernels, None)
 
 
 def _choose(
@@ -185,7 +177,7 @@ def _choose(
     num_packed: int,
     block_size: int,
     config: EvictionConfig,
-    twins: Twins,
+    kernels: Kernels,
     without_norms: Callable[[torch.Tensor, int], torch.Tensor] | None,
 ) -> Retention:
     """Ranks, allocates and selects among stacked layers, their heads in one axis.
@@ -195,13 +187,13 @@ def _choose(
         num_packed: Packed blocks.
         block_size: Entries per page.
         config: Method and parameters.
-        twins: Fast twins to call in place of the references.
+        kernels: What computes the parts.
         without_norms: `(budgets, num_retained)` -> retained entries, where `candidates` lacks the
             norms that the method needs.
     """
     method = METHODS[config.method]
     ranking = method.ranking(candidates, num_packed * block_size, config)
-    allocator = twins.get(method.allocator, method.allocator)
+    allocator = getattr(kernels, method.allocator)
     pages = _allocate(method, allocator, ranking, num_packed, block_size, config)
     budgets = pages * block_size
     num_retained = num_packed * budgets.shape[0] * block_size
@@ -209,8 +201,8 @@ def _choose(
         assert without_norms is not None
         retained = without_norms(budgets, num_retained)
     else:
-        keys = _keys(method, candidates, ranking, budgets, config, twins)
-        retained = twins.get(select, select)(keys, budgets, num_retained)
+        keys = _keys(method, candidates, ranking, budgets, config, kernels)
+        retained = kernels.select(keys, budgets, num_retained)
     offsets = torch.zeros(budgets.shape[0] + 1, dtype=torch.int64, device=pages.device)
     torch.cumsum(pages, 0, out=offsets[1:])
     return Retention(retained, offsets)
@@ -222,14 +214,13 @@ def _keys(
     ranking: torch.Tensor,
     budgets: torch.Tensor,
     config: EvictionConfig,
-    twins: Twins,
+    kernels: Kernels,
 ) -> torch.Tensor:
     """What entries are selected by, `[num_layers * num_kv_heads, num_tokens]`."""
     keys = ranking.flatten(0, 1)
     if not method.two_stages:
         return keys
-    first = twins.get(stage_1_mask, stage_1_mask)
-    stage_1 = first(candidates.scores.flatten(0, 1), budgets, config.alpha)
+    stage_1 = kernels.stage_1_mask(candidates.scores.flatten(0, 1), budgets, config.alpha)
     if method.ranking is not by_score:
         return keys.masked_fill(stage_1, float("inf"))
     assert candidates.norms is not None

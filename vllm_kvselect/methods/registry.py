@@ -2,23 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
-from vllm_kvselect.allocation import adaptive_pages, pyramid_blocks, shared_pages, uniform_pages
+from vllm_kvselect.allocation import pyramid_blocks
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.kernels.base import Scorer
 from vllm_kvselect.ranking import Candidates, by_bound, by_defence, by_score
 from vllm_kvselect.scoring.at_random import random_scores
 from vllm_kvselect.scoring.defensivekv import defensive_scores, mean_attention
 from vllm_kvselect.scoring.h2o import accumulate, h2o_scores
 from vllm_kvselect.scoring.snapkv import snapkv_scores
 from vllm_kvselect.scoring.streaming_llm import streaming_llm_scores
-
-Scorer = Callable[
-    [torch.Tensor, torch.Tensor, float, EvictionConfig, int, torch.Tensor | None], torch.Tensor
-]
-"""`(query, key, scale, config, layer_index, sinks)` -> scores of what comes before the window,
-`[num_kv_heads, num_prompt_tokens - window]`."""
 
 Accumulator = Callable[[torch.Tensor, torch.Tensor, int, float, torch.Tensor | None], torch.Tensor]
 """`(query, key, first_position, scale, sinks)` -> what a chunk of queries adds to the scores of
@@ -27,8 +23,8 @@ keys so far, `[num_kv_heads, num_keys]`."""
 Ranking = Callable[[Candidates, int, EvictionConfig], torch.Tensor]
 """`(candidates, even, config)` -> what allocation counts, of the candidates' shape."""
 
-Allocator = Callable[[torch.Tensor, int, int, EvictionConfig], torch.Tensor]
-"""`(ranking, num_packed, block_size, config)` -> pages per head `[num_kv_heads]`."""
+AllocatorName = Literal["uniform_pages", "adaptive_pages", "shared_pages"]
+"""Fields of `Kernels` that allocate."""
 
 LayerSplit = Callable[[int, int, int, EvictionConfig], list[int]]
 """`(num_packed, num_layers, num_blocks, config)` -> packed blocks per layer."""
@@ -56,7 +52,7 @@ class Method:
     """
 
     scorer: Scorer
-    allocator: Allocator
+    allocator: AllocatorName
     paper: str
     summary: str
     cost: str
@@ -94,7 +90,7 @@ _GUESS = "what later tokens ask for is guessed from the window"
 
 _H2O = Method(
     scorer=h2o_scores,
-    allocator=uniform_pages,
+    allocator="uniform_pages",
     paper="H2O, arXiv 2306.14048",
     summary="what the whole prompt attended to",
     cost="attention of the whole prompt once more, quadratic in its length",
@@ -103,7 +99,7 @@ _H2O = Method(
 )
 _SNAPKV = Method(
     scorer=snapkv_scores,
-    allocator=uniform_pages,
+    allocator="uniform_pages",
     paper="SnapKV, arXiv 2404.14469",
     summary="what the last prompt tokens attend to, the same number for every head",
     cost=_WINDOW,
@@ -111,7 +107,7 @@ _SNAPKV = Method(
 )
 _ADAKV = replace(
     _SNAPKV,
-    allocator=adaptive_pages,
+    allocator="adaptive_pages",
     paper="AdaKV, arXiv 2407.11550",
     summary="what the last prompt tokens attend to, more for heads that attend widely",
 )
@@ -125,7 +121,7 @@ _PYRAMIDKV = replace(
 )
 _ADA_PYRAMIDKV = replace(
     _PYRAMIDKV,
-    allocator=adaptive_pages,
+    allocator="adaptive_pages",
     paper="PyramidKV, arXiv 2406.02069, with AdaKV, arXiv 2407.11550",
     summary="as pyramidkv, inside a layer as adakv",
 )
@@ -133,7 +129,7 @@ _DEFENSIVEKV = Method(
     scorer=mean_attention,
     weigher=defensive_scores,
     ranking=by_defence,
-    allocator=shared_pages,
+    allocator="shared_pages",
     perturbation=True,
     paper="DefensiveKV, arXiv 2510.13334",
     summary="what any of the last prompt tokens attends to, times projected value norm",
@@ -143,7 +139,7 @@ _DEFENSIVEKV = Method(
 _THETAKV = replace(
     _SNAPKV,
     ranking=by_bound,
-    allocator=adaptive_pages,
+    allocator="adaptive_pages",
     perturbation=True,
     two_stages=True,
     paper="our own, from Theorem 2 of arXiv 2502.03805",
@@ -154,7 +150,7 @@ _THETAKV = replace(
 METHODS: dict[str, Method] = {
     "streaming-llm": Method(
         scorer=streaming_llm_scores,
-        allocator=uniform_pages,
+        allocator="uniform_pages",
         paper="StreamingLLM, arXiv 2309.17453",
         summary="the first tokens and the latest ones",
         cost="nothing",
@@ -162,7 +158,7 @@ METHODS: dict[str, Method] = {
     ),
     "random": Method(
         scorer=random_scores,
-        allocator=uniform_pages,
+        allocator="uniform_pages",
         paper="a baseline, in no paper",
         summary="entries drawn evenly, others for every head and layer",
         cost="nothing",

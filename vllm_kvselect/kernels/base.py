@@ -1,0 +1,118 @@
+"""Kernels: the functions that a choice is computed with, one field a part.
+
+Each default is the reference in PyTorch. A device replaces fields with twins of the same name and
+signature; a field that does not exist is an error.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from vllm_kvselect import allocation, compaction, page_table, pruning, selection
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.page_table import PageTable
+from vllm_kvselect.scoring import h2o, snapkv, value_norms
+from vllm_kvselect.scoring.value_norms import OutputProjection
+
+Scorer = Callable[
+    [torch.Tensor, torch.Tensor, float, EvictionConfig, int, torch.Tensor | None], torch.Tensor
+]
+"""`(query, key, scale, config, layer_index, sinks)` -> scores of what comes before the window,
+`[num_kv_heads, num_prompt_tokens - window]`."""
+
+Allocator = Callable[[torch.Tensor, int, int, EvictionConfig], torch.Tensor]
+"""`(ranking, num_packed, block_size, config)` -> pages per head `[num_kv_heads]`."""
+
+
+class PageTableBuilder(Protocol):
+    """The signature of `page_table.headwise_page_table`."""
+
+    def __call__(
+        self,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        first_packed: torch.Tensor,
+        tail_start: torch.Tensor,
+        offsets: torch.Tensor,
+        block_size: int,
+        num_blocks: int,
+        first_layer: int = 0,
+        out: PageTable | None = None,
+    ) -> PageTable:
+        """Builds page tables; see the reference."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The parts that a device may compute in its own way; see each reference.
+
+    Attributes:
+        snapkv_scores: Scores of the observation window.
+        h2o_scores: Scores of the whole prompt.
+        projected_value_norms: Norms of all entries.
+        uniform_pages: The same number of pages for every head.
+        adaptive_pages: Pages by the heads' best entries, with a safeguard.
+        shared_pages: The same without one.
+        stage_1_mask: Entries that stage 1 retains.
+        select: Entries that are retained by one key.
+        select_pruned: Entries that are retained in two stages, with the norms that this takes.
+        read_pages: Whole pages of a cache whose pages have an inner order.
+        read_entries: Single entries of such a cache.
+        gather_entries: Entries by head and token.
+        gather_from_blocks: Entries out of a prompt's blocks.
+        scatter_entries: Entries into slots.
+        headwise_page_table: Page tables of single heads.
+    """
+
+    snapkv_scores: Scorer = snapkv.snapkv_scores
+    h2o_scores: Scorer = h2o.h2o_scores
+    projected_value_norms: Callable[[torch.Tensor, OutputProjection], torch.Tensor] = (
+        value_norms.projected_value_norms
+    )
+    uniform_pages: Allocator = allocation.uniform_pages
+    adaptive_pages: Allocator = allocation.adaptive_pages
+    shared_pages: Allocator = allocation.shared_pages
+    stage_1_mask: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = (
+        selection.stage_1_mask
+    )
+    select: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] = selection.select
+    select_pruned: Callable[
+        [
+            torch.Tensor,
+            torch.Tensor,
+            torch.Tensor,
+            OutputProjection,
+            torch.Tensor,
+            int,
+            float,
+            float,
+        ],
+        torch.Tensor,
+    ] = pruning.select_pruned
+    read_pages: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = (
+        compaction.read_pages
+    )
+    read_entries: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor] = (
+        compaction.read_entries
+    )
+    gather_entries: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] = (
+        compaction.gather_entries
+    )
+    gather_from_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor] = (
+        compaction.gather_from_blocks
+    )
+    scatter_entries: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = (
+        compaction.scatter_entries
+    )
+    headwise_page_table: PageTableBuilder = page_table.headwise_page_table
+
+    def scorer(self, reference: Scorer) -> Scorer:
+        """The twin of a scorer, or the scorer itself where a device has none."""
+        twin: Scorer = getattr(self, reference.__name__, reference)
+        return twin
+
+
+REFERENCES = Kernels()
+"""PyTorch on any device."""
