@@ -21,7 +21,7 @@ from rich.console import Console
 
 from vllm_kvselect.config import CONFIG_KEY, ConfigError, EvictionConfig
 from vllm_kvselect.evaluation.errors import EvaluationError
-from vllm_kvselect.retention import plan
+from vllm_kvselect.retention import cuts
 from vllm_kvselect.tiny_model import TinyModelError
 
 if TYPE_CHECKING:
@@ -167,8 +167,11 @@ def eviction_stats(llm: "LLM", job: Job) -> dict[str, float]:
 
 def blocks_retained(prompt_len: int, block_size: int, eviction: dict[str, Any] | None) -> int:
     """Returns the blocks that hold a prompt during decode, by the retention plan."""
-    retention = eviction and plan(prompt_len, block_size, EvictionConfig.parse(eviction))
-    return ceil(prompt_len / block_size) - (retention.first_packed if retention else 0)
+    num_blocks = ceil(prompt_len / block_size)
+    if not eviction:
+        return num_blocks
+    config = EvictionConfig.parse(eviction)
+    return num_blocks - cuts(prompt_len, block_size, config).num_freed(prompt_len)
 
 
 def machine() -> dict[str, Any]:

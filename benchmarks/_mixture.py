@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.request import request_config
-from vllm_kvselect.retention import plan
+from vllm_kvselect.retention import cuts
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -164,7 +164,10 @@ def border_lengths() -> list[int]:
     borders = {server.window, *range(BLOCK_SIZE, MAX_MODEL_LEN, BLOCK_SIZE)}
     for settings in SETTINGS:
         config = request_config(server, settings)
-        plans = [plan(length, BLOCK_SIZE, config) for length in range(MAX_MODEL_LEN)]
+        plans = [
+            [(cut.first_packed, cut.tail_start) for cut in cuts(length, BLOCK_SIZE, config)]
+            for length in range(MAX_MODEL_LEN)
+        ]
         borders |= {n for n in range(1, MAX_MODEL_LEN) if plans[n] != plans[n - 1]}
     beside = {border + distance for border in borders for distance in (-1, 0, 1)}
     return sorted(length for length in beside if 0 < length < MAX_MODEL_LEN - 24)

@@ -15,7 +15,7 @@ from _engine import BenchmarkError, run_script, table_console
 from rich.table import Table
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.retention import plan
+from vllm_kvselect.retention import cuts
 
 BLOCK_SIZE = 32
 BATCHED_TOKENS = 4096
@@ -166,8 +166,9 @@ def main(
 ) -> None:
     """Prints steps, preemptions and seconds of every rule of admission."""
     settings = dict(locals())
-    retention = plan(prompt_len, BLOCK_SIZE, EvictionConfig(budget=budget))
-    if retention is None:
+    planned = cuts(prompt_len, BLOCK_SIZE, EvictionConfig(budget=budget))
+    num_freed = planned.num_freed(prompt_len)
+    if not num_freed:
         raise BenchmarkError(f"nothing is dropped of {prompt_len} tokens with budget {budget}")
     if ceil((prompt_len + output_len) / BLOCK_SIZE) > blocks:
         raise BenchmarkError("one request alone does not fit into the blocks; give --blocks more")
@@ -183,9 +184,7 @@ def main(
     results = []
     for rule in rules:
         waiting = [Request() for _ in range(num_prompts)]
-        simulation = Simulation(
-            rule, prompt_len, output_len, retention.first_packed, blocks, waiting
-        )
+        simulation = Simulation(rule, prompt_len, output_len, num_freed, blocks, waiting)
         decoding = simulation.run()
         mean = round(sum(decoding) / len(decoding), 2)
         decoded = sum(step_ms + request_ms * n for n in decoding if n)

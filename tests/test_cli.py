@@ -5,7 +5,7 @@ from vllm_kvselect import __version__
 from vllm_kvselect.cli import app
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.methods import METHODS
-from vllm_kvselect.retention import plan
+from vllm_kvselect.retention import cuts
 from vllm_kvselect.tiny_model import tiny_model
 
 
@@ -51,14 +51,13 @@ def test_tiny_model_prints_the_folder_and_nothing_else() -> None:
 def test_plan_shows_what_is_freed() -> None:
     result = run("plan", "--prompt-len", "1556", "--budget", "256")
     assert result.exit_code == 0
-    planned = plan(1556, 32, EvictionConfig(budget=256))
-    assert planned is not None
+    (cut,) = cuts(1556, 32, EvictionConfig(budget=256))
     assert rows(result) == {
         "method": "adakv-perturb",
         "entries retained": "276 of 1556 per KV head",
-        "blocks packed": str(planned.num_packed),
+        "blocks packed": str(cut.num_packed),
         "blocks of the tail": "2",
-        "blocks freed": f"{planned.first_packed} of 49",
+        "blocks freed": f"{cut.first_packed} of 49",
     }
 
 

@@ -34,7 +34,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.methods import METHODS, retain, retain_pool, score_layer
 from vllm_kvselect.page_table import PageTable, headwise_page_table
 from vllm_kvselect.ranking import Candidates
-from vllm_kvselect.retention import RetentionPlan, plan
+from vllm_kvselect.retention import Cut, cuts
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 block_ids = st.lists(st.integers(1, 500), min_size=1, max_size=6, unique=True)
@@ -137,10 +137,10 @@ def test_slots_of_a_pool_are_those_of_its_layers_one_after_the_other(
 
 @dataclass
 class Prompt:
-    """One request: its length, its plan, its block table and what its layers computed."""
+    """One request: its length, its cut, its block table and what its layers computed."""
 
     shape: Shape
-    plan: RetentionPlan | None
+    cut: Cut | None
     layers: list[Layer]
     blocks: list[int] = field(default_factory=list)
     retained: list[set[tuple[int, int]]] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Prompt:
 
     def first_cached(self) -> int:
         """First token that is in the cache under its own index once entries are dropped."""
-        return self.plan.tail_start * self.shape.block_size if self.plan else 0
+        return self.cut.tail_start * self.shape.block_size if self.cut else 0
 
 
 class ToyCache:
@@ -175,15 +175,15 @@ class ToyCache:
 
     def compact(self, prompt: Prompt, config: EvictionConfig) -> None:
         """Retains, moves the retained entries and frees the blocks before them."""
-        shape, planned = prompt.shape, prompt.plan
-        if planned is None:
+        shape, cut = prompt.shape, prompt.cut
+        if cut is None:
             return
         num_prompt_tokens, num_kv_heads = shape.num_prompt_tokens, shape.num_kv_heads
-        num_tokens = planned.tail_start * self.block_size
-        packed = prompt.blocks[planned.first_packed : planned.tail_start]
+        num_tokens = cut.tail_start * self.block_size
+        packed = prompt.blocks[cut.first_packed : cut.tail_start]
         if METHODS[config.method].pooled:
             self.compact_pool(prompt, config, torch.tensor(packed), num_tokens)
-            self.free_blocks(prompt, planned.first_packed)
+            self.free_blocks(prompt, cut.first_packed)
             return
         for memory, layer in zip(self.memory, prompt.layers, strict=True):
             retention = retain(
@@ -192,7 +192,7 @@ class ToyCache:
                 layer.value[:, :num_tokens],
                 OutputProjection.of(layer.output_projection),
                 shape.scale,
-                planned.num_packed,
+                cut.num_packed,
                 self.block_size,
                 config,
             )
@@ -207,13 +207,13 @@ class ToyCache:
             one_head[targets] = one_head[torch.tensor(sources)]
             prompt.retained.append(set(entries))
             prompt.pages.append(retention.offsets.diff().tolist())
-        self.free_blocks(prompt, planned.first_packed)
+        self.free_blocks(prompt, cut.first_packed)
 
     def compact_pool(
         self, prompt: Prompt, config: EvictionConfig, packed: torch.Tensor, num_tokens: int
     ) -> None:
         """The same for layers that share the packed pages: one cache of as many heads."""
-        assert prompt.plan is not None
+        assert prompt.cut is not None
         num_layers, num_blocks, num_heads = self.memory.shape[:3]
         candidates = [
             score_layer(
@@ -228,7 +228,7 @@ class ToyCache:
             for index, layer in enumerate(prompt.layers)
         ]
         stacked = Candidates.stack(candidates)
-        retention = retain_pool(stacked, prompt.plan.num_packed, self.block_size, config)
+        retention = retain_pool(stacked, prompt.cut.num_packed, self.block_size, config)
         one_head = self.memory.view(-1, self.memory.shape[-1])
         blocks = torch.tensor(prompt.blocks)
         cache = (num_heads, self.block_size)
@@ -276,12 +276,17 @@ def page_table(
     return headwise_page_table(
         torch.tensor(rows, dtype=torch.int32),
         torch.tensor(seq_lens, dtype=torch.int32),
-        torch.tensor([p.plan.first_packed if p.plan else 0 for p in prompts]),
-        torch.tensor([p.plan.tail_start if p.plan else 0 for p in prompts]),
+        torch.tensor([p.cut.first_packed if p.cut else 0 for p in prompts]),
+        torch.tensor([p.cut.tail_start if p.cut else 0 for p in prompts]),
         offsets,
         prompts[0].shape.block_size,
         num_blocks,
     )
+
+
+def cut_of(shape: Shape, config: EvictionConfig) -> Cut | None:
+    planned = cuts(shape.num_prompt_tokens, shape.block_size, config)
+    return planned.last_made(shape.num_prompt_tokens)
 
 
 @st.composite
@@ -307,11 +312,11 @@ def check_end_to_end(
     config = case.config(budget=budget, window=first.window)
     prompts = []
     for shape in shapes:
-        planned = plan(shape.num_prompt_tokens, shape.block_size, config)
+        cut = cut_of(shape, config)
         # Keys and values of the tokens to be generated are drawn along with the prompt's.
         longer = Shape(**{**vars(shape), "num_prompt_tokens": shape.num_prompt_tokens + num_steps})
         layers = [random_layer(longer, random.randrange(2**32)) for _ in range(num_layers)]
-        prompts.append(Prompt(shape, planned, layers))
+        prompts.append(Prompt(shape, cut, layers))
     num_blocks = 1 + sum(1 + (s.num_prompt_tokens + num_steps) // s.block_size for s in shapes)
     cache = ToyCache(num_layers, num_blocks, first, random)
     for prompt in prompts:
@@ -342,7 +347,7 @@ def check_decode(
     shape = prompt.shape
     entries, expected = [], []
     key, value = prompt.layers[layer].key.tolist(), prompt.layers[layer].value.tolist()
-    retained = prompt.retained[layer] if prompt.plan else set()
+    retained = prompt.retained[layer] if prompt.cut else set()
     for head in range(shape.num_kv_heads):
         sequence = row * shape.num_kv_heads + head
         length = int(table.seq_lens[layer, sequence])
@@ -374,7 +379,7 @@ def check_decode(
 def test_decode_reads_exactly_the_retained_entries(
     batch: tuple[list[Shape], int, int], seed: int
 ) -> None:
-    """Several requests and layers at once, with and without a plan, across block borders."""
+    """Several requests and layers at once, with and without a cut, across block borders."""
     check_end_to_end(MethodCase("adakv-perturb", {"safeguard": 0.0}), batch, seed, 5)
 
 
@@ -393,13 +398,13 @@ def test_a_head_without_a_page_still_attends_to_the_tail() -> None:
     layer.key[0, :28], layer.query[:, :2] = -layer.query[0, 0], layer.query[0, 0]
     layer.key[0, 28:] = 5 * layer.query[0, 0]
     config = EvictionConfig(method="adakv", budget=10, window=3, safeguard=0.0, kernel_size=1)
-    prompt = Prompt(shape, plan(31, 4, config), [layer])
+    prompt = Prompt(shape, cut_of(shape, config), [layer])
     random = Random(0)
     cache = ToyCache(1, 12, shape, random)
     for token in range(31):
         cache.write(prompt, token)
     cache.compact(prompt, config)
-    assert prompt.plan == RetentionPlan(5, 2, 7)
+    assert prompt.cut == Cut(31, 5, 2, 7)
     assert prompt.pages == [[0, 4]]
     for seq_len in range(32, 36):
         cache.write(prompt, seq_len - 1)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.retention import RetentionPlan, budget_entries, plan
+from vllm_kvselect.retention import Cut, Cuts, Role, budget_entries, cuts
 
 many = settings(max_examples=300, deadline=None, derandomize=True)
 
@@ -21,8 +21,8 @@ def make(budget: int | float, window: int) -> EvictionConfig:
 
 
 def retained(num_prompt_tokens: int, block_size: int, config: EvictionConfig) -> int:
-    planned = plan(num_prompt_tokens, block_size, config)
-    return num_prompt_tokens - (planned.first_packed * block_size if planned else 0)
+    freed = cuts(num_prompt_tokens, block_size, config).num_freed(num_prompt_tokens)
+    return num_prompt_tokens - freed * block_size
 
 
 @many
@@ -30,13 +30,26 @@ def retained(num_prompt_tokens: int, block_size: int, config: EvictionConfig) ->
 def test_blocks_partition_the_prompt(
     prompt_len: int, block_size: int, budget: int | float, window: int
 ) -> None:
-    planned = plan(prompt_len, block_size, make(budget, window))
-    if planned is None:
-        return
-    num_blocks = ceil(prompt_len / block_size)
-    assert 0 < planned.first_packed < planned.tail_start <= num_blocks
-    assert planned.num_packed >= 1
-    assert planned.first_packed + planned.num_packed == planned.tail_start
+    for cut in cuts(prompt_len, block_size, make(budget, window)):
+        num_blocks = ceil(prompt_len / block_size)
+        assert 0 < cut.first_packed < cut.tail_start <= num_blocks
+        assert cut.num_packed >= 1
+        assert cut.first_packed + cut.num_packed == cut.tail_start
+
+
+@many
+@given(prompt_lens, block_sizes, budgets, windows)
+def test_cuts_are_ordered_and_come_before_anything_is_generated(
+    prompt_len: int, block_size: int, budget: int | float, window: int
+) -> None:
+    planned = cuts(prompt_len, block_size, make(budget, window))
+    assert list(planned) == sorted(set(planned), key=lambda cut: cut.position)
+    for cut in planned:
+        # What it packs and frees is full of tokens that come before it.
+        assert cut.tail_start * block_size <= cut.position <= prompt_len
+        assert planned.next_after(cut.position - 1) == planned.last_made(cut.position) == cut
+    assert planned.next_after(prompt_len) is None
+    assert planned.last_made(0) is None
 
 
 @many
@@ -45,14 +58,12 @@ def test_budget_is_met_in_whole_blocks(
     prompt_len: int, block_size: int, budget: int | float, window: int
 ) -> None:
     config = make(budget, window)
-    planned = plan(prompt_len, block_size, config)
-    if planned is None:
-        return
-    entries = retained(prompt_len, block_size, config)
-    assert entries >= budget_entries(prompt_len, config)
-    # One packed block is the least there is, however little the budget leaves for it.
-    if planned.num_packed > 1:
-        assert entries < budget_entries(prompt_len, config) + block_size
+    for cut in cuts(prompt_len, block_size, config):
+        entries = retained(prompt_len, block_size, config)
+        assert entries >= budget_entries(prompt_len, config)
+        # One packed block is the least there is, however little the budget leaves for it.
+        if cut.num_packed > 1:
+            assert entries < budget_entries(prompt_len, config) + block_size
 
 
 @many
@@ -60,11 +71,8 @@ def test_budget_is_met_in_whole_blocks(
 def test_window_lies_inside_the_tail(
     prompt_len: int, block_size: int, budget: int | float, window: int
 ) -> None:
-    planned = plan(prompt_len, block_size, make(budget, window))
-    if planned is None:
-        return
-    tail = prompt_len - planned.tail_start * block_size
-    assert window <= tail < window + block_size
+    for cut in cuts(prompt_len, block_size, make(budget, window)):
+        assert window <= cut.position - cut.tail_start * block_size < window + block_size
 
 
 @many
@@ -81,7 +89,7 @@ def test_larger_budget_never_retains_less(
 
 @many
 @given(prompt_lens, block_sizes, budgets, windows)
-def test_no_plan_exactly_when_nothing_would_be_freed(
+def test_no_cut_exactly_when_nothing_would_be_freed(
     prompt_len: int, block_size: int, budget: int | float, window: int
 ) -> None:
     config = make(budget, window)
@@ -91,35 +99,84 @@ def test_no_plan_exactly_when_nothing_would_be_freed(
     packed = 1
     while packed * block_size + tail < budget_entries(prompt_len, config):
         packed += 1
-    frees = packed < tail_start
-    expected = RetentionPlan(tail_start - packed, packed, tail_start) if frees else None
-    assert plan(prompt_len, block_size, config) == expected
+    expected = Cut(prompt_len, tail_start - packed, packed, tail_start)
+    assert cuts(prompt_len, block_size, config) == ((expected,) if packed < tail_start else ())
 
 
 @given(prompt_lens, block_sizes, budgets)
-def test_disabled_eviction_plans_nothing(
+def test_disabled_eviction_makes_no_cut(
     prompt_len: int, block_size: int, budget: int | float
 ) -> None:
     config = EvictionConfig.parse({"method": "none", "budget": budget})
-    assert plan(prompt_len, block_size, config) is None
+    assert not cuts(prompt_len, block_size, config)
 
 
 @pytest.mark.parametrize(
     ("prompt_len", "block_size", "budget", "window", "expected"),
     [
-        (1556, 32, 256, 32, RetentionPlan(40, 7, 47)),
-        (1000, 16, 128, 32, RetentionPlan(54, 6, 60)),
-        (96, 32, 1, 32, RetentionPlan(1, 1, 2)),
-        (95, 32, 1, 32, None),
-        (10, 32, 1, 32, None),
-        (1000, 32, 1.0, 32, None),
-        (1000, 32, 4096, 32, None),
+        (1556, 32, 256, 32, (Cut(1556, 40, 7, 47),)),
+        (1000, 16, 128, 32, (Cut(1000, 54, 6, 60),)),
+        (96, 32, 1, 32, (Cut(96, 1, 1, 2),)),
+        (95, 32, 1, 32, ()),
+        (10, 32, 1, 32, ()),
+        (1000, 32, 1.0, 32, ()),
+        (1000, 32, 4096, 32, ()),
     ],
 )
-def test_known_plans(
+def test_known_cuts(
     prompt_len: int, block_size: int, budget: int | float, window: int, expected: object
 ) -> None:
-    assert plan(prompt_len, block_size, make(budget, window)) == expected
+    assert cuts(prompt_len, block_size, make(budget, window)) == expected
+
+
+@st.composite
+def several_cuts(draw: st.DrawFn) -> Cuts:
+    """None to four cuts of a request, in blocks of 4 tokens: each is later and frees more."""
+    tail_start, first_packed, made = 0, 0, []
+    for _ in range(draw(st.integers(0, 4))):
+        first_packed += draw(st.integers(1, 4))
+        tail_start = max(tail_start, first_packed) + draw(st.integers(1, 4))
+        position = 4 * tail_start + draw(st.integers(0, 3))
+        made.append(Cut(position, first_packed, tail_start - first_packed, tail_start))
+    return Cuts(made)
+
+
+@many
+@given(several_cuts(), st.integers(0, 150))
+def test_the_next_and_the_last_cut_enclose_a_length(planned: Cuts, num_tokens: int) -> None:
+    is_made = [cut.position <= num_tokens for cut in planned]
+    num_made = sum(is_made)
+    assert is_made == [True] * num_made + [False] * (len(planned) - num_made)
+    assert planned.last_made(num_tokens) == (planned[num_made - 1] if num_made else None)
+    assert planned.next_after(num_tokens) == (planned[num_made] if not all(is_made) else None)
+
+
+@many
+@given(several_cuts(), st.integers(0, 150), st.integers(0, 40))
+def test_roles_partition_the_block_table(planned: Cuts, num_tokens: int, num_blocks: int) -> None:
+    roles = [planned.role(index, num_tokens) for index in range(num_blocks)]
+    cut = planned.last_made(num_tokens)
+    freed, packed = (cut.first_packed, cut.num_packed) if cut else (0, 0)
+    in_order = [Role.FREED] * freed + [Role.PACKED] * packed + [Role.TAIL] * num_blocks
+    assert roles == in_order[:num_blocks]
+
+
+@many
+@given(several_cuts(), st.integers(0, 150))
+def test_roles_agree_with_the_numbers_that_the_block_manager_uses(
+    planned: Cuts, num_tokens: int
+) -> None:
+    indices = range(40)
+    freed = [index for index in indices if planned.role(index, num_tokens) is Role.FREED]
+    assert freed == [*range(planned.num_freed(num_tokens))]
+    private = [index for index in indices if planned.is_private(index)]
+    assert private == [*indices[planned.first_private :]] if planned else not private
+    # A block that is not private holds, at any length, what vLLM would hold in it, or is freed.
+    for index in set(indices).difference(private):
+        for position in {num_tokens, *(cut.position for cut in planned)}:
+            role = planned.role(index, position)
+            assert role is (Role.FREED if planned.last_made(position) else Role.TAIL)
+    assert all(cut.position >= planned.first_position for cut in planned)
 
 
 @many

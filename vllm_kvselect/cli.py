@@ -1,5 +1,6 @@
 """The command `vllm-kvselect`: the small model, methods, plans, a server view, the analysis."""
 
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
@@ -14,7 +15,7 @@ from vllm_kvselect import __version__
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.evaluation.command import analyze, parse_number
 from vllm_kvselect.evaluation.errors import EvaluationError
-from vllm_kvselect.retention import plan
+from vllm_kvselect.retention import Role, cuts
 from vllm_kvselect.tiny_model import TinyModelError, tiny_model
 from vllm_kvselect.top import Snapshot, TopError, render, watch
 
@@ -125,7 +126,7 @@ def plan_command(
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a plan does to a prompt.
+    """What its cuts do to a prompt.
 
     Attributes:
         entries: Entries retained per KV head per layer, averaged over the heads.
@@ -141,14 +142,13 @@ class _Outcome:
 
 
 def _outcome(num_prompt_tokens: int, block_size: int, config: EvictionConfig) -> _Outcome:
-    """Counts the blocks of a plan; without one, all of them are as good as tail blocks."""
+    """Counts the blocks of a prompt by their roles once all of it is computed."""
+    planned = cuts(num_prompt_tokens, block_size, config)
     num_blocks = ceil(num_prompt_tokens / block_size)
-    planned = plan(num_prompt_tokens, block_size, config)
-    if planned is None:
-        return _Outcome(num_prompt_tokens, 0, num_blocks, 0)
+    roles = Counter(planned.role(index, num_prompt_tokens) for index in range(num_blocks))
     return _Outcome(
-        entries=num_prompt_tokens - planned.first_packed * block_size,
-        packed=planned.num_packed,
-        tail=num_blocks - planned.tail_start,
-        freed=planned.first_packed,
+        entries=num_prompt_tokens - roles[Role.FREED] * block_size,
+        packed=roles[Role.PACKED],
+        tail=roles[Role.TAIL],
+        freed=roles[Role.FREED],
     )

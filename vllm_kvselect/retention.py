@@ -1,55 +1,125 @@
-"""The retention plan: the integers that say which blocks become packed, tail or free.
+"""Cuts: at which lengths a request drops entries, and what becomes of its blocks then.
 
-Scheduler and workers compute it independently from the prompt's length and the configuration, so
-they agree without a message. It never depends on scores.
+Scheduler and workers compute them independently from the prompt's length and the configuration, so
+they agree without a message. They never depend on scores. All cuts of a request together are its
+retention plan.
 """
 
+from dataclasses import dataclass
+from enum import Enum
 from math import ceil
-from typing import NamedTuple
 
 from vllm_kvselect.config import EvictionConfig
 
 
-class RetentionPlan(NamedTuple):
-    """Block indices into a request's block table, once its prompt is prefilled.
+class Role(Enum):
+    """What a cut makes of a block, by the block's place in the request's block table."""
 
-    `[0, first_packed)` is freed with its hashes intact, `[first_packed, tail_start)` are the
-    packed blocks, and the tail blocks from `tail_start` on stay untouched.
+    FREED = "freed"
+    """Given back to vLLM's block pool, its hash intact."""
+    PACKED = "packed"
+    """Overwritten with retained entries."""
+    TAIL = "tail"
+    """Left as it is: it holds the latest entries, and takes those of the tokens to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One moment at which a request drops entries.
 
     Attributes:
-        first_packed: Index of the first packed block.
+        position: Tokens of the request that are computed before it. They read all entries that are
+            there until then; later tokens read what the cut retains, and the tail.
+        first_packed: Index of the first packed block in the request's block table. Those before it
+            are freed.
         num_packed: Number of packed blocks, at least 1.
         tail_start: Index of the first tail block, `first_packed + num_packed`.
     """
 
+    position: int
     first_packed: int
     num_packed: int
     tail_start: int
 
+    def role(self, block_index: int) -> Role:
+        """What it makes of a block of the block table."""
+        if block_index < self.first_packed:
+            return Role.FREED
+        return Role.PACKED if block_index < self.tail_start else Role.TAIL
 
-def plan(num_prompt_tokens: int, block_size: int, config: EvictionConfig) -> RetentionPlan | None:
-    """Plans the retention of one prompt.
 
-    The budget is met in whole blocks, rounded up: less is never retained than was asked for.
+class Cuts(tuple[Cut, ...]):
+    """All cuts of a request, in order; none if it is stock.
+
+    Who wants to know about a block or a length asks here, and does not assume how many cuts there
+    are or where they lie.
+    """
+
+    __slots__ = ()
+
+    def next_after(self, num_tokens: int) -> Cut | None:
+        """The first cut that is not yet made when `num_tokens` are computed, if there is one."""
+        return next((cut for cut in self if cut.position > num_tokens), None)
+
+    def last_made(self, num_tokens: int) -> Cut | None:
+        """The last cut that is made once `num_tokens` are computed, if there is one."""
+        return next((cut for cut in reversed(self) if cut.position <= num_tokens), None)
+
+    def role(self, block_index: int, num_tokens: int) -> Role:
+        """What a block is for once `num_tokens` are computed; before every cut all are tail."""
+        cut = self.last_made(num_tokens)
+        return Role.TAIL if cut is None else cut.role(block_index)
+
+    def num_freed(self, num_tokens: int) -> int:
+        """Blocks that are freed once `num_tokens` are computed: so many from the first one on."""
+        cut = self.last_made(num_tokens)
+        return 0 if cut is None else cut.first_packed
+
+    def is_private(self, block_index: int) -> bool:
+        """Whether a block may belong to this request only, from its first token on.
+
+        Such a block is neither hashed nor taken from the prefix cache. Some cut does not just free
+        it: either it is overwritten, or it may hold entries computed when others had been dropped.
+        """
+        return any(cut.role(block_index) is not Role.FREED for cut in self)
+
+    @property
+    def first_private(self) -> int:
+        """Index of the first private block; all from there on are. There must be a cut."""
+        return self[0].first_packed
+
+    @property
+    def first_position(self) -> int:
+        """Tokens that are computed before anything is dropped. There must be a cut."""
+        return self[0].position
+
+
+def cuts(num_prompt_tokens: int, block_size: int, config: EvictionConfig) -> Cuts:
+    """Computes all cuts of a request: today one at the prompt's end, if it frees anything.
 
     Args:
         num_prompt_tokens: Length of the prompt in tokens.
         block_size: Tokens per block.
-        config: The configuration; only `budget`, `window` and `method` matter here.
+        config: The request's configuration; only `budget`, `window` and `method` matter here.
 
     Returns:
-        The plan, or None when nothing would be freed (the request is then stock).
+        The cuts, none when nothing would be freed.
     """
-    if not config.enabled:
-        return None
-    tail_start = (num_prompt_tokens - config.window) // block_size
-    num_tail_entries = num_prompt_tokens - tail_start * block_size
-    num_packed = max(
-        1, -((num_tail_entries - budget_entries(num_prompt_tokens, config)) // block_size)
-    )
+    cut = _cut_at(num_prompt_tokens, block_size, config) if config.enabled else None
+    return Cuts() if cut is None else Cuts([cut])
+
+
+def _cut_at(position: int, block_size: int, config: EvictionConfig) -> Cut | None:
+    """The cut at a length in tokens, or None if it would free nothing.
+
+    The budget is met in whole blocks, rounded up: less is never retained than was asked for.
+    """
+    tail_start = (position - config.window) // block_size
+    num_tail_entries = position - tail_start * block_size
+    num_packed = max(1, -((num_tail_entries - budget_entries(position, config)) // block_size))
     if tail_start <= num_packed:
         return None
-    return RetentionPlan(tail_start - num_packed, num_packed, tail_start)
+    return Cut(position, tail_start - num_packed, num_packed, tail_start)
 
 
 def budget_entries(num_prompt_tokens: int, config: EvictionConfig) -> int:

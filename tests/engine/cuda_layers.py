@@ -57,7 +57,7 @@ class Request:
         key: As the layers get them.
         value: As the layers get them.
         read: What attention reads of each, float64.
-        prompt: The prompt, with its plan.
+        prompt: The prompt, with its cut.
         blocks: Block ids.
         num_computed: Tokens that are in the cache.
         retained: What every head of every layer retains before the tail of a complete prompt.
@@ -74,9 +74,9 @@ class Request:
 
     def seen(self, layer: int, head: int, position: int) -> list[int]:
         """Tokens that a query may attend to."""
-        if self.prompt.plan is None or position < self.prompt.num_tokens:
+        if self.prompt.cut is None or position < self.prompt.cut.position:
             return [*range(position + 1)]
-        tail = range(self.prompt.plan.tail_start * BLOCK_SIZE, position + 1)
+        tail = range(self.prompt.cut.tail_start * BLOCK_SIZE, position + 1)
         return [*self.retained[layer, head], *tail]
 
 
@@ -289,11 +289,10 @@ class Layers:
                 )
                 first += num_new
         for request, num_new in rows:
-            was_in_prompt = request.num_computed < request.prompt.num_tokens
+            first, cut = request.num_computed, request.prompt.cut
             request.num_computed += num_new
-            plan = request.prompt.plan
-            if plan and was_in_prompt and request.num_computed >= request.prompt.num_tokens:
-                self._overwrite(request.blocks[: plan.first_packed])
+            if cut and first < cut.position <= request.num_computed:
+                self._overwrite(request.blocks[: cut.first_packed])
 
     def _expected(self, request: Request, layer: int, num_new: int) -> torch.Tensor:
         read, outputs = {name: part[layer] for name, part in request.read.items()}, []
@@ -314,24 +313,24 @@ class Layers:
 
     def _complete(self, request: Request, num_new: int) -> None:
         """Asks the oracle what is retained, when the prompt becomes complete."""
-        plan, num_tokens = request.prompt.plan, request.prompt.num_tokens
-        if plan is None or request.retained or request.num_computed + num_new < num_tokens:
+        cut = request.prompt.cut
+        if cut is None or request.retained or request.num_computed + num_new < cut.position:
             return
         first_query = 0 if METHODS[self.eviction.method].whole_prompt else -self.eviction.window
         inputs = []
         for index, layer in enumerate(self.layers):
-            query, key, value = (request.read[name][index, :num_tokens] for name in "qkv")
+            query, key, value = (request.read[name][index, : cut.position] for name in "qkv")
             weight = layer.impl.output_projection.weight.double()
             inputs.append(
                 oracle.LayerInputs(
                     query[first_query:].tolist(),
                     key.transpose(0, 1).tolist(),
-                    value[: plan.tail_start * BLOCK_SIZE].transpose(0, 1).tolist(),
+                    value[: cut.tail_start * BLOCK_SIZE].transpose(0, 1).tolist(),
                     weight.tolist(),
                     layer.impl.sinks.tolist() if self._with_sinks else None,
                 )
             )
-        size = SCALE, plan.num_packed, BLOCK_SIZE, self.eviction
+        size = SCALE, cut.num_packed, BLOCK_SIZE, self.eviction
         if METHODS[self.eviction.method].pooled:
             entries = oracle.retain(inputs, *size).entries
         else:

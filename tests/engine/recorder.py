@@ -42,7 +42,7 @@ class Recorder:
     ) -> None:
         pairs = {divmod(index, num_tokens) for index in retained.tolist()}
         assert all(head < num_heads for head, _ in pairs)
-        self.retained[completion.num_prompt_tokens, layer] = pairs
+        self.retained[completion.cut.position, layer] = pairs
 
 
 @contextmanager

@@ -325,10 +325,10 @@ class Server:
             # The step of its last prompt token must be over before anything is freed.
             processed = request.num_computed_tokens - request.num_in_flight_tokens
             retained = self.retained(request)
-            if retained and processed >= request.num_prompt_tokens and is_scheduled:
+            if retained and processed >= retained.position and is_scheduled:
                 expected -= retained.num_freed
                 self.seen["steps of a request with freed blocks"] += 1
-            elif retained and processed >= request.num_prompt_tokens:
+            elif retained and processed >= retained.position:
                 expected = num_held  # not looked at in this step: whatever it had
         if num_held != expected:
             raise LostError(f"{request.request_id} holds {num_held} blocks, not {expected}")

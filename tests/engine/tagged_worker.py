@@ -37,8 +37,15 @@ def require(condition: object, *explanation: object) -> None:
 
 @dataclass(frozen=True)
 class Retained:
-    """What a request must retain, found by counting blocks and not by the plan's formulas."""
+    """What a request must retain, found by counting blocks and not by the package's formulas.
 
+    Attributes:
+        position: Tokens that read everything; those after them read what is retained.
+        num_freed: Blocks freed then.
+        tail_start: Index of the first block after the packed ones.
+    """
+
+    position: int
     num_freed: int
     tail_start: int
 
@@ -58,7 +65,9 @@ def retained_blocks(
     first_retained = tail_start - 1
     while first_retained > 0 and num_prompt_tokens - first_retained * block_size < budget:
         first_retained -= 1
-    return Retained(first_retained, tail_start) if first_retained > 0 else None
+    if first_retained <= 0:
+        return None
+    return Retained(num_prompt_tokens, first_retained, tail_start)
 
 
 class Row:
@@ -84,7 +93,7 @@ class Row:
     @property
     def stock_len(self) -> int:
         """Tokens whose attention reads the whole cache."""
-        return min(self.seq_len, self.num_prompt_tokens) if self.retained else self.seq_len
+        return min(self.seq_len, self.retained.position) if self.retained else self.seq_len
 
 
 class TaggedWorker:
@@ -194,7 +203,7 @@ class TaggedWorker:
         require(len(row.tokens) >= row.seq_len, row.request_id, "has unknown tokens")
         for index in range(row.num_tagged, row.seq_len):
             key: tuple[object, ...] = (int(row.tags[index - 1]) if index else 0, row.tokens[index])
-            if row.retained and index >= row.num_prompt_tokens:
+            if row.retained and index >= row.retained.position:
                 key = (*key, row.request_id)
             row.tags[index] = self._tag_of.setdefault(key, len(self._tag_of) + 1)
         row.num_tagged = max(row.num_tagged, row.seq_len)
@@ -274,8 +283,10 @@ class TaggedWorker:
 
     def _note_windows(self) -> None:
         for row in self.rows:
-            start = row.num_prompt_tokens - self.eviction.window
-            if row.retained and row.num_computed <= start < row.seq_len < row.num_prompt_tokens:
+            if row.retained is None:
+                continue
+            start = row.retained.position - self.eviction.window
+            if row.num_computed <= start < row.seq_len < row.retained.position:
                 self._num_windows += 1
                 self._opened[row.request_id] = self._num_windows
 
@@ -283,7 +294,7 @@ class TaggedWorker:
         rows = [
             row
             for row in self.rows
-            if row.retained and row.num_computed < row.num_prompt_tokens <= row.seq_len
+            if row.retained and row.num_computed < row.retained.position <= row.seq_len
         ]
         require(len(rows) == len(split.completions), "other prompts are packed")
         for row, completion in zip(rows, split.completions, strict=True):
@@ -298,15 +309,17 @@ class TaggedWorker:
         if row.eviction.method != "h2o":
             self._check_window(row, completion, queries)
             return
+        assert row.retained is not None
         assert completion.sums is not None
         # Each of the prompt's queries was added once, to the sums of the right request.
-        expected = np.broadcast_to(row.tags[: row.num_prompt_tokens], completion.sums.shape)
+        expected = np.broadcast_to(row.tags[: row.retained.position], completion.sums.shape)
         require(np.array_equal(completion.sums, expected), row.request_id, "sums other queries")
         self.num_whole_prompts += 1
 
     def _check_window(self, row: Row, completion: Completion, queries: torch.Tensor) -> None:
-        window = self.eviction.window
-        expected = row.tags[max(0, row.num_prompt_tokens - window) : row.num_prompt_tokens]
+        assert row.retained is not None
+        window, position = self.eviction.window, row.retained.position
+        expected = row.tags[max(0, position - window) : position]
         read = queries[completion.window_tokens].numpy()
         if completion.earlier_queries is not None:
             earlier = completion.earlier_queries.numpy()[:, :, 0, 0]
@@ -320,8 +333,8 @@ class TaggedWorker:
         require(np.array_equal(read, expected), row.request_id, "scores with other queries")
 
     def _pack(self, row: Row, completion: Completion) -> None:
-        self._compare(row, completion.blocks.numpy(), row.num_prompt_tokens, "selection")
         assert row.retained
+        self._compare(row, completion.blocks.numpy(), row.retained.position, "selection")
         num_freed, tail_start = row.retained.num_freed, row.retained.tail_start
         # Deterministic, as selection is: a resumed request retains what it retained before.
         random = Random(f"{row.request_id} retains")
@@ -357,7 +370,7 @@ class TaggedWorker:
 
     def _read_headwise(self, batch: HeadwiseBatch | None, queries: torch.Tensor) -> None:
         """Tokens past their prompt read what was retained, then the tail."""
-        rows = [row for row in self.rows if row.retained and row.seq_len > row.num_prompt_tokens]
+        rows = [row for row in self.rows if row.retained and row.seq_len > row.retained.position]
         require((batch is not None) == bool(rows), "tokens past their prompt are left out")
         if batch is None:
             return
@@ -368,9 +381,11 @@ class TaggedWorker:
         asked = []
         self.num_mixed += len({(row.eviction.method, row.eviction.budget) for row in rows}) > 1
         for index, row in enumerate(rows):
+            assert row.retained
+            position = row.retained.position
             self.num_headwise += 1
-            self.num_resumed_past_prompt += row.num_computed < row.num_prompt_tokens
-            past = row.tags[max(row.num_computed, row.num_prompt_tokens) : row.seq_len]
+            self.num_resumed_past_prompt += row.num_computed < position
+            past = row.tags[max(row.num_computed, position) : row.seq_len]
             asked += [past * NUM_KV_HEADS + head for head in range(NUM_KV_HEADS)]
             for layer in range(NUM_LAYERS):
                 for head in range(NUM_KV_HEADS):

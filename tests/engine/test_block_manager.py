@@ -13,9 +13,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine import block_manager
 from vllm_kvselect.engine.block_manager import HeadwiseManager
 from vllm_kvselect.engine.spec import HeadwiseSpec
-from vllm_kvselect.retention import plan
+from vllm_kvselect.retention import cuts
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 EVICTION = EvictionConfig(budget=64, window=8)
@@ -94,10 +95,9 @@ def test_blocks_are_freed_in_the_step_after_the_prompt(length: int, chunk: int) 
     while request.num_computed_tokens < length:
         cache.schedule(request, chunk)
         assert 0 not in cache.table(request)
-    before, retention_plan = cache.table(request), plan(length, BLOCK_SIZE, EVICTION)
-    assert retention_plan is not None
+    before, (cut,) = cache.table(request), cuts(length, BLOCK_SIZE, EVICTION)
     cache.decode(request, 1)
-    first_packed = retention_plan.first_packed
+    first_packed = cut.first_packed
     assert cache.table(request)[:first_packed] == [0] * first_packed
     assert cache.table(request)[first_packed : len(before)] == before[first_packed:]
     cache.decode(request, 40)
@@ -112,10 +112,9 @@ def test_packed_and_later_blocks_are_never_hashed() -> None:
     request = cache.request("a", list(range(300)))
     cache.schedule(request, 300)
     cache.decode(request, 60)
-    retention_plan = plan(300, BLOCK_SIZE, EVICTION)
-    assert retention_plan is not None
+    (cut,) = cuts(300, BLOCK_SIZE, EVICTION)
     blocks = cache.manager.req_to_blocks["a"]
-    assert all(block.block_hash is None for block in blocks[retention_plan.first_packed :])
+    assert all(block.block_hash is None for block in blocks[cut.first_packed :])
 
 
 def test_freed_blocks_serve_other_requests_from_the_prefix_cache() -> None:
@@ -123,15 +122,16 @@ def test_freed_blocks_serve_other_requests_from_the_prefix_cache() -> None:
     first = cache.request("a", list(range(300)))
     cache.schedule(first, 300)
     cache.decode(first, 5)
-    retention_plan = plan(300, BLOCK_SIZE, EVICTION)
-    assert retention_plan is not None
-    cap = retention_plan.first_packed * BLOCK_SIZE
+    (cut,) = cuts(300, BLOCK_SIZE, EVICTION)
+    cap = cut.first_packed * BLOCK_SIZE
     same, longer = cache.request("b", list(range(300))), cache.request("c", list(range(400)))
     assert cache.schedule(same, 300) == cap
     assert cache.schedule(longer, 400) == cap
     assert not set(cache.table(same)[cap // BLOCK_SIZE :]) & set(cache.table(longer))
     shorter = cache.request("d", list(range(200)))
-    assert cache.schedule(shorter, 200) == plan(200, BLOCK_SIZE, EVICTION).first_packed * BLOCK_SIZE
+    assert (
+        cache.schedule(shorter, 200) == cuts(200, BLOCK_SIZE, EVICTION).first_private * BLOCK_SIZE
+    )
 
 
 def test_resumed_request_is_capped_by_its_prompt_not_by_its_length() -> None:
@@ -141,18 +141,17 @@ def test_resumed_request_is_capped_by_its_prompt_not_by_its_length() -> None:
     cache.decode(request, 100)
     cache.kv.free(request)
     request.num_computed_tokens = 0
-    retention_plan = plan(300, BLOCK_SIZE, EVICTION)
-    assert retention_plan is not None
-    assert cache.schedule(request, 1000) == retention_plan.first_packed * BLOCK_SIZE
+    (cut,) = cuts(300, BLOCK_SIZE, EVICTION)
+    assert cache.schedule(request, 1000) == cut.first_packed * BLOCK_SIZE
     assert request.num_computed_tokens == 400
     cache.decode(request, 1)
-    assert set(cache.table(request)[: retention_plan.first_packed]) == {0}
+    assert set(cache.table(request)[: cut.first_packed]) == {0}
 
 
 def test_prompts_that_drop_nothing_are_vllms_own() -> None:
     cache = Cache()
     request = cache.request("a", list(range(72)))
-    assert plan(72, BLOCK_SIZE, EVICTION) is None
+    assert not cuts(72, BLOCK_SIZE, EVICTION)
     cache.schedule(request, 72)
     cache.decode(request, 30)
     assert 0 not in cache.table(request)
@@ -176,8 +175,8 @@ def test_every_request_is_planned_with_its_own_settings() -> None:
         request = cache.request(f"r{number}", prompt, **extra_args)
         cache.schedule(request, 300)
         cache.decode(request, 20)
-        own = budget and plan(300, BLOCK_SIZE, EvictionConfig(budget=budget, window=8))
-        num_freed = own.first_packed if own else 0
+        own = budget and cuts(300, BLOCK_SIZE, EvictionConfig(budget=budget, window=8))
+        num_freed = own.num_freed(300) if own else 0
         assert cache.table(request).count(0) == num_freed
         blocks = cache.manager.req_to_blocks[request.request_id]
         hashed = [block.block_hash is not None for block in blocks[num_freed : 320 // BLOCK_SIZE]]
@@ -188,7 +187,27 @@ def test_every_request_is_planned_with_its_own_settings() -> None:
         cache.kv.free(request)
         cache.check()
     assert cache.num_free == NUM_BLOCKS - 1
-    assert not cache.manager._plans
+    assert not cache.manager._planned
+
+
+def test_a_request_is_planned_once_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, planned = Cache(), list[Any]()
+
+    def count(server: EvictionConfig, extra_args: Any) -> EvictionConfig:
+        planned.append(extra_args)
+        return server
+
+    monkeypatch.setattr(block_manager, "planned_config", count)
+    request = cache.request("a", list(range(300)), other="somebody else's")
+    for num_tokens in (100, 100, 100):
+        cache.schedule(request, num_tokens)
+    cache.decode(request, 20)
+    assert cache.table(request).count(0) > 0
+    assert planned == [{"other": "somebody else's"}]
+    cache.kv.free(request)
+    request.num_computed_tokens = 0
+    cache.schedule(request, 1000)
+    assert len(planned) == 2
 
 
 def test_where_every_query_is_needed_nothing_comes_from_the_prefix_cache() -> None:
@@ -196,7 +215,7 @@ def test_where_every_query_is_needed_nothing_comes_from_the_prefix_cache() -> No
     first = cache.request("a", list(range(300)), kv_eviction="h2o")
     cache.schedule(first, 300)
     cache.decode(first, 5)
-    first_packed = plan(300, BLOCK_SIZE, EVICTION).first_packed
+    first_packed = cuts(300, BLOCK_SIZE, EVICTION).first_private
     assert cache.table(first).count(0) == first_packed
     assert cache.schedule(cache.request("b", list(range(300)), kv_eviction="h2o"), 300) == 0
     # It serves others all the same, and hits itself where it drops nothing.
@@ -211,18 +230,17 @@ def test_blocks_are_freed_with_and_without_prefix_caching(enable_caching: bool) 
     request = cache.request("a", list(range(300)))
     cache.schedule(request, 300)
     cache.decode(request, 1)
-    retention_plan = plan(300, BLOCK_SIZE, EVICTION)
-    assert retention_plan is not None
-    assert cache.table(request).count(0) == retention_plan.first_packed
+    (cut,) = cuts(300, BLOCK_SIZE, EVICTION)
+    assert cache.table(request).count(0) == cut.first_packed
 
 
 def test_a_request_that_ends_before_it_has_blocks_leaves_nothing_behind() -> None:
     cache = Cache()
     request = cache.request("a", list(range(300)))
     cache.kv.get_computed_blocks(request)
-    assert cache.manager._plans
+    assert cache.manager._planned
     cache.kv.free(request)
-    assert not cache.manager._plans
+    assert not cache.manager._planned
 
 
 def test_settings_that_the_front_end_refuses_drop_nothing_here() -> None:

@@ -5,7 +5,7 @@ from transformers import AutoTokenizer
 
 from tests.engine.conftest import EngineFactory
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.retention import plan
+from vllm_kvselect.retention import cuts
 from vllm_kvselect.tiny_model import tiny_model
 
 pytestmark = pytest.mark.engine
@@ -43,7 +43,7 @@ def test_ten_turns_hit_the_prefix_cache_and_answer_as_a_fresh_server(
             history.append({"role": "assistant", "content": tokenizer.decode(answers[-1])})
     # Of each prompt, the blocks before the packed ones were hashed, and the next turn finds them.
     first_packed = [
-        plan(len(prompt), 32, EvictionConfig(**EVICTION)).first_packed for prompt in prompts
+        cuts(len(prompt), 32, EvictionConfig(**EVICTION)).first_private for prompt in prompts
     ]
     assert hits == [0, *(32 * num_blocks for num_blocks in first_packed[:-1])]
     assert first_packed == sorted(first_packed)

@@ -99,8 +99,8 @@ def mixed_steps(layers: Layers, past_prompts: bool = True) -> list[Request]:
     long, short, chunked = (
         layers.request(num_prompt, num_prompt + 20) for num_prompt in (100, 20, 90)
     )
-    assert long.prompt.plan
-    assert short.prompt.plan is None
+    assert long.prompt.cut
+    assert short.prompt.cut is None
     layers.step((long, 100), (short, 20))
     layers.step((long, 1), (short, 1))
     layers.step((long, 1), (short, 1), (chunked, 60))
@@ -150,7 +150,7 @@ def test_a_batch_that_drops_nothing_is_stock(backend: Any) -> None:
         assert isinstance(layers.step((short, num_new)), STOCK[backend])
 
 
-def test_rows_without_a_plan_keep_vllms_call_beside_rows_with_one(backend: Any) -> None:
+def test_rows_without_a_cut_keep_vllms_call_beside_rows_with_one(backend: Any) -> None:
     layers = make_layers(backend)
     long, short = layers.request(100, 110), layers.request(20, 30)
     stock = layers.step((long, 100), (short, 20))
@@ -273,7 +273,7 @@ def test_a_graph_of_a_decode_step_replays_for_other_rows_and_lengths(
     layers.step((short, 1), (other, 1), (long, 1))
 
 
-def test_only_graphs_take_rows_without_a_plan_through_the_one_head_view(backend: Any) -> None:
+def test_only_graphs_take_rows_without_a_cut_through_the_one_head_view(backend: Any) -> None:
     layers = make_layers(backend, graphs=True)
     short = layers.request(20, 30)
     assert isinstance(layers.step((short, 20)), STOCK[backend])
@@ -282,12 +282,12 @@ def test_only_graphs_take_rows_without_a_plan_through_the_one_head_view(backend:
     assert isinstance(layers.step((short, 1)), STOCK[backend])
 
 
-def test_a_row_without_a_plan_ignores_what_was_packed_in_its_blocks_before(backend: Any) -> None:
+def test_a_row_without_a_cut_ignores_what_was_packed_in_its_blocks_before(backend: Any) -> None:
     layers = make_layers(backend, graphs=True)
     long, short = layers.request(100, 110), layers.request(20, 30)
     layers.step((long, 100))
-    assert long.prompt.plan
-    packed = long.blocks[long.prompt.plan.first_packed]
+    assert long.prompt.cut
+    packed = long.blocks[long.prompt.cut.first_packed]
     layers.preempt(long)
     layers.free.remove(packed)
     layers.free.insert(0, packed)

@@ -48,7 +48,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def test_steps_that_compute_a_prompt_with_a_plan_keep_out_of_full_graphs(worker: Any) -> None:
+def test_steps_that_compute_a_prompt_with_a_cut_keep_out_of_full_graphs(worker: Any) -> None:
     long, short = new("long", 200), new("short", 30)
     for output, is_vetoed in (
         (scheduled((short,)), False),
@@ -77,11 +77,11 @@ def test_rows_of_both_model_runners_have_their_prompts(worker: Any) -> None:
     worker.model_runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["b", "a"]))
     found = worker._prompts_of(common)
     assert found[:2] == ours
-    assert [prompt.plan for prompt in found[2:]] == [None, None]  # padding
+    assert [prompt.cut for prompt in found[2:]] == [None, None]  # padding
     common.req_idx = np.arange(4)  # a dummy batch, before there are requests
     worker._prompts, worker.use_v2_model_runner = LivePrompts(EVICTION, BLOCK_SIZE), True
     worker.model_runner = SimpleNamespace(req_states=SimpleNamespace(index_to_req_id={}))
-    assert [prompt.plan for prompt in worker._prompts_of(common)] == [None] * 4
+    assert [prompt.cut for prompt in worker._prompts_of(common)] == [None] * 4
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -89,7 +89,7 @@ def test_model_runner_v2_sends_reports_with_the_output(
     wrapped: bool, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = Prompt.planned(200, BLOCK_SIZE, EVICTION)
-    assert prompt.plan
+    assert prompt.cut
     state = SimpleNamespace(completed=[prompt], selection_seconds=0.25, num_evicted=1)
     worker._states = [state]
     worker.use_v2_model_runner = True
@@ -99,7 +99,7 @@ def test_model_runner_v2_sends_reports_with_the_output(
     worker.execute_model(scheduled())
     assert worker.sample_tokens(None) is output
     stats = result.kv_connector_output.kv_connector_stats.data[CONFIG_KEY]
-    assert stats["prompts"] == [[200, prompt.plan.first_packed]]
+    assert stats["prompts"] == [[200, prompt.cut.first_packed]]
     assert stats["selection_seconds"] == 0.25
     result.kv_connector_output = None
     worker.execute_model(scheduled())

@@ -18,7 +18,7 @@ from vllm_kvselect.engine.pool_scheduler import PoolScheduler
 from vllm_kvselect.kernels.base import REFERENCES
 from vllm_kvselect.kernels.cpu import KernelError
 from vllm_kvselect.methods import METHODS
-from vllm_kvselect.retention import RetentionPlan, plan
+from vllm_kvselect.retention import Cut, Cuts, cuts
 
 pytestmark = pytest.mark.engine
 EVICTION = {"method": "adakv-perturb", "budget": 128}
@@ -49,9 +49,8 @@ def test_decoding_requests_hold_the_blocks_of_their_plan(
         with blocks_held(engine) as held:
             engine.generate([prompt], max_tokens=200)
         assert engine.blocks_in_use() == 0
-    retained = plan(1500, 32, EvictionConfig(budget=256))
-    assert retained is not None
-    decode_blocks = [-(-(1500 + i) // 32) - retained.first_packed for i in range(1, 200)]
+    (cut,) = cuts(1500, 32, EvictionConfig(budget=256))
+    decode_blocks = [-(-(1500 + i) // 32) - cut.first_packed for i in range(1, 200)]
     # One step prefills with every block held, from the next one on the plan's blocks remain.
     assert held[0] == 47
     assert held[1:200] == decode_blocks
@@ -148,7 +147,7 @@ def test_a_pool_holds_the_blocks_of_a_uniform_method(
     assert held["pyramidkv"] == held["layer-thetakv"] == held["snapkv"]
     # Where the layers' runs end: all pages are handed out, and to some layers more than to others.
     ends = state.offsets[state.offsets[:, -1, -1] > 0, :, -1]
-    assert (ends[:, -1] == 4 * 3 * plan(1000, 32, EvictionConfig(budget=256)).num_packed).all()
+    assert (ends[:, -1] == 4 * 3 * cuts(1000, 32, EvictionConfig(budget=256))[0].num_packed).all()
     assert ends.diff(dim=1).unique().numel() > 1
 
 
@@ -190,18 +189,16 @@ def test_nothing_dropped_is_stock_token_for_token(
     assert results[0] == results[1] == results[2]
 
 
-def retain_everything(
-    num_prompt_tokens: int, block_size: int, config: EvictionConfig
-) -> RetentionPlan | None:
-    """A plan that packs every block before the tail and frees none."""
+def retain_everything(num_prompt_tokens: int, block_size: int, config: EvictionConfig) -> Cuts:
+    """A cut that packs every block before the tail and frees none."""
     tail_start = (num_prompt_tokens - config.window) // block_size
-    return RetentionPlan(0, tail_start, tail_start) if tail_start > 0 else None
+    return Cuts([Cut(num_prompt_tokens, 0, tail_start, tail_start)] if tail_start > 0 else [])
 
 
 @pytest.fixture
 def everything_retained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_kvselect.engine.block_manager.plan", retain_everything)
-    monkeypatch.setattr("vllm_kvselect.engine.prompts.plan", retain_everything)
+    monkeypatch.setattr("vllm_kvselect.engine.block_manager.cuts", retain_everything)
+    monkeypatch.setattr("vllm_kvselect.engine.prompts.cuts", retain_everything)
 
 
 @pytest.mark.usefixtures("everything_retained")
@@ -316,7 +313,7 @@ def test_prefix_hits_stay_below_the_packed_blocks(
     with start_engine(ANY_METHOD, 300, enable_prefix_caching=False) as engine:
         expected, expected_longer = engine.generate_alone([prompt, longer], 48)
         expected_of = engine.generate_alone([prompt] * 2, 48, methods)
-    first_packed = plan(1000, 32, EvictionConfig(**EVICTION)).first_packed
+    first_packed = cuts(1000, 32, EvictionConfig(**EVICTION)).first_private
     with start_engine(ANY_METHOD, 300) as engine:
         assert engine.generate([prompt, prompt], 48) == [expected, expected]
         hits: list[int] = []
@@ -362,8 +359,8 @@ def test_offsets_of_every_layer_hand_out_every_page(
         engine.generate([prompt], 8)
         (state,) = engine.worker._states
     (used,) = state.offsets[:, 0, -1].nonzero()
-    num_packed = plan(1000, 32, EvictionConfig(**EVICTION)).num_packed
-    assert torch.equal(state.offsets[used[0], :, -1], 3 * num_packed * torch.arange(1, 31))
+    (cut,) = cuts(1000, 32, EvictionConfig(**EVICTION))
+    assert torch.equal(state.offsets[used[0], :, -1], 3 * cut.num_packed * torch.arange(1, 31))
     assert torch.equal(state.offsets[used[0], 1:, 0], state.offsets[used[0], :-1, -1])
     assert (state.offsets[used[0]].diff(dim=-1) >= 0).all()
     assert state.offsets[used[0]].diff(dim=-1).unique().numel() > 1
@@ -384,7 +381,7 @@ def test_integrity_check_stops_the_request_and_not_the_engine(
                 (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
                 request = next(r for r in scheduler.running if r.num_prompt_tokens == 900)
                 blocks = manager.req_to_blocks[request.request_id]
-                first = manager.plan(request).first_packed
+                first = manager.cuts_of(request).first_private
                 manager.block_pool.cache_full_blocks(request, blocks, first, first + 1, 32, 0)
             return schedule(scheduler, *args, **kwargs)
 

@@ -113,7 +113,7 @@ def test_cache_hit_hook_does_what_its_patch_does(load_patched: Any) -> None:
             manager = object.__new__(HeadwiseManager)
             manager.block_size = 32
             manager.eviction = arguments.EvictionConfig(method="adakv", budget=128)
-            manager._plans = {}
+            manager._planned = {}
             num_tokens = num_prompt_tokens + num_generated
             request = SimpleNamespace(
                 request_id="a",
@@ -133,8 +133,8 @@ def test_cache_hit_hook_does_what_its_patch_does(load_patched: Any) -> None:
                 kv_cache_manager.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
                 kv_cache_manager.empty_kv_cache_blocks = None
                 blocks, num_hit, boundary = kv_cache_manager.get_computed_blocks(request)
-                results.append((blocks and blocks.blocks, num_hit, boundary, manager._plans))
-                manager._plans = {}
+                results.append((blocks and blocks.blocks, num_hit, boundary, manager._planned))
+                manager._planned = {}
             assert results[0] == results[1]
             assert results[0][1] <= manager.admit(request)
 

@@ -64,9 +64,7 @@ class CheckedServer(Server):
 
 def hash_packed(server: CheckedServer) -> None:
     request, blocks = server.scheduler.requests["r1"], server.manager.req_to_blocks["r1"]
-    plan = server.manager.plan(request)
-    assert plan
-    first = plan.first_packed
+    first = server.manager.cuts_of(request).first_private
     server.pool.cache_full_blocks(request, blocks, first, first + 1, server.manager.block_size, 0)
 
 

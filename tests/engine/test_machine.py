@@ -25,7 +25,7 @@ from vllm_kvselect.engine.pool_scheduler import PoolScheduler
 from vllm_kvselect.engine.prompts import LivePrompts, Prompt
 from vllm_kvselect.engine.whole_prompt import PromptChunk
 from vllm_kvselect.request import request_config
-from vllm_kvselect.retention import plan
+from vllm_kvselect.retention import cuts
 
 NUM_STEPS = 10_000
 profile = settings(
@@ -90,8 +90,8 @@ def test_ten_thousand_steps(request: pytest.FixtureRequest) -> None:
 
 
 def cap_of(manager: HeadwiseManager, request: Any, num_prompt_tokens: int) -> int | None:
-    retained = plan(num_prompt_tokens, manager.block_size, manager._eviction_of(request))
-    return retained and retained.first_packed * manager.block_size
+    planned = cuts(num_prompt_tokens, manager.block_size, manager._eviction_of(request))
+    return planned.first_private * manager.block_size if planned else None
 
 
 def hash_the_first_packed_block(patch: pytest.MonkeyPatch) -> None:
@@ -136,9 +136,10 @@ def free_with(
     def remove_skipped_blocks(
         self: HeadwiseManager, request_id: str, processed: int, num_prompt_tokens: int
     ) -> None:
-        retained = self._plans.get(request_id)
-        if retained and is_due(self, processed, num_prompt_tokens):
-            self._remove_blocks_in_range(request_id, 0, retained.first_packed + num_more)
+        planned = self._planned.get(request_id)
+        for cut in planned.cuts if planned else ():
+            if is_due(self, processed, cut.position):
+                self._remove_blocks_in_range(request_id, 0, cut.first_packed + num_more)
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(HeadwiseManager, "remove_skipped_blocks", remove_skipped_blocks)
@@ -257,12 +258,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "hits not capped": (do_not_cap_hits, (IntegrityError, LostError), "private|of at most 0"),
     "one block too many freed": (
-        free_with(lambda _, processed, num_prompt: processed >= num_prompt, 1),
+        free_with(lambda _, processed, position: processed >= position, 1),
         IntegrityError,
         "freed",
     ),
     "freed one block too early": (
-        free_with(lambda manager, done, end: done + manager.block_size >= end, 0),
+        free_with(lambda manager, done, position: done + manager.block_size >= position, 0),
         IntegrityError,
         "freed",
     ),

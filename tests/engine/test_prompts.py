@@ -9,7 +9,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.prompts import LivePrompts
-from vllm_kvselect.retention import plan
+from vllm_kvselect.retention import cuts
 
 BLOCK_SIZE = 32
 SERVER = EvictionConfig(budget=128, allow_override=("method", "budget"))
@@ -43,7 +43,7 @@ def resumed(name: str) -> CachedRequestData:
     return cached
 
 
-def test_each_prompt_has_the_plan_of_its_own_settings() -> None:
+def test_each_prompt_has_the_cut_of_its_own_settings() -> None:
     prompts = LivePrompts(SERVER, BLOCK_SIZE)
     prompts.update(
         message(
@@ -54,8 +54,8 @@ def test_each_prompt_has_the_plan_of_its_own_settings() -> None:
         )
     )
     for name, budget in (("a", 128), ("b", 256)):
-        assert prompts[name].plan == plan(500, BLOCK_SIZE, EvictionConfig(budget=budget))
-    assert prompts["c"].plan is prompts["d"].plan is None
+        assert (prompts[name].cut,) == cuts(500, BLOCK_SIZE, EvictionConfig(budget=budget))
+    assert prompts["c"].cut is prompts["d"].cut is None
     assert [prompts[name].num_tokens for name in "abcd"] == [500] * 4
 
 
@@ -75,7 +75,7 @@ def test_a_pause_forgets_what_was_packed_and_summed(pause: dict[str, Any]) -> No
     prompts = LivePrompts(SERVER, BLOCK_SIZE)
     prompts.update(message(("a", 500, None), ("b", 300, None), ("c", 60, None)))
     assert prompts.num_saved_blocks == 0
-    a, b = (plan(n, BLOCK_SIZE, SERVER).first_packed for n in (500, 300))
+    a, b = (cuts(n, BLOCK_SIZE, SERVER).num_freed(n) for n in (500, 300))
     for name in "abc":
         prompts[name].is_packed = True
         prompts[name].packing.append(lambda: None)

@@ -18,17 +18,16 @@ from tests.engine.server import (
     refusal,
 )
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.retention import plan
+from vllm_kvselect.retention import cuts
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]  # one server for all
 PROMPT_LEN = 1500
 
 
 def test_a_long_prompt_holds_the_blocks_of_its_plan(server: str, text_tokens: list[int]) -> None:
-    retained = plan(PROMPT_LEN, BLOCK_SIZE, EvictionConfig(budget=256))
-    assert retained is not None
+    (cut,) = cuts(PROMPT_LEN, BLOCK_SIZE, EvictionConfig(budget=256))
     num_prompt_blocks = -(-PROMPT_LEN // BLOCK_SIZE)
-    first = -(-(PROMPT_LEN + 1) // BLOCK_SIZE) - retained.first_packed
+    first = -(-(PROMPT_LEN + 1) // BLOCK_SIZE) - cut.first_packed
     assert (first, num_prompt_blocks) == (9, 47)
 
     def held() -> int:

@@ -25,7 +25,7 @@ from tests.engine.server import (
 from vllm_kvselect.cli import app
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.request import REFUSAL_REASONS
-from vllm_kvselect.retention import plan
+from vllm_kvselect.retention import cuts
 from vllm_kvselect.top import Snapshot, render
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]  # one server for all
@@ -39,8 +39,8 @@ def change(before: dict[str, float], after: dict[str, float], name: str) -> floa
 
 
 def num_freed(num_prompt_tokens: int, **values: Any) -> int:
-    retention_plan = plan(num_prompt_tokens, BLOCK_SIZE, EvictionConfig(**values))
-    return retention_plan.first_packed if retention_plan else 0
+    planned = cuts(num_prompt_tokens, BLOCK_SIZE, EvictionConfig(**values))
+    return planned.num_freed(num_prompt_tokens)
 
 
 @pytest.mark.parametrize(

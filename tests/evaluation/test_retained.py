@@ -12,7 +12,7 @@ from vllm_kvselect.evaluation.retained import (
     tail_entries,
 )
 from vllm_kvselect.methods import METHODS
-from vllm_kvselect.retention import plan
+from vllm_kvselect.retention import cuts
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 NUM_LAYERS, NUM_KV_HEADS, GROUP, HEAD_SIZE = 2, 2, 2, 8
@@ -50,16 +50,15 @@ def make_config(method: str, **values: object) -> EvictionConfig:
 @pytest.mark.parametrize("method", METHODS)
 def test_retained_entries_equal_the_oracle(method: str, block_size: int) -> None:
     config = make_config(method)
-    planned = plan(NUM_PROMPT_TOKENS, block_size, config)
-    assert planned is not None
+    (cut,) = cuts(NUM_PROMPT_TOKENS, block_size, config)
     retained = retained_entries(make_prompt(block_size), config)
-    scored = planned.tail_start * block_size
+    scored = cut.tail_start * block_size
     pool = range(NUM_LAYERS) if METHODS[method].pooled else None
     for layers in [pool] if pool else [[index] for index in range(NUM_LAYERS)]:
         expected = oracle.retain(
             [oracle_inputs(LAYERS[index], scored, config) for index in layers],
             LAYERS[0].scale,
-            planned.num_packed,
+            cut.num_packed,
             block_size,
             config,
             layers[0],

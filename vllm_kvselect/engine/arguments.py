@@ -21,7 +21,7 @@ from vllm_kvselect.config import (
 )
 from vllm_kvselect.engine.checks import may_pool, refuse_unsupported
 from vllm_kvselect.engine.platforms import PLATFORMS, platform, platform_name
-from vllm_kvselect.retention import budget_entries, plan
+from vllm_kvselect.retention import budget_entries, cuts
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
@@ -234,8 +234,7 @@ def describe(vllm_config: VllmConfig, eviction: EvictionConfig) -> str:
     block_size = vllm_config.cache_config.block_size
     num_bytes = block_bytes(vllm_config)
     num_blocks = -(-num_tokens // block_size)
-    retention_plan = plan(num_tokens, block_size, eviction)
-    num_freed = retention_plan.first_packed if retention_plan else 0
+    num_freed = cuts(num_tokens, block_size, eviction).num_freed(num_tokens)
     choice = ""
     if eviction.allow_override:
         choice = f"; requests may choose their {' and '.join(eviction.allow_override)}"

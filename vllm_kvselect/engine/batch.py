@@ -1,7 +1,7 @@
 """Splits a batch of vLLM into what its own kernel computes and what the one-head view computes.
 
-A request's chunk is cut at the end of its prompt: up to there vLLM's attention reads the whole
-cache, beyond it the tokens read the retained entries only. Rows without a plan stay vLLM's.
+A chunk is split at its request's cut: up to there vLLM's attention reads the whole cache, beyond
+it the tokens read the retained entries only. Rows without a cut stay vLLM's.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from vllm_kvselect.engine.state import RetentionState
 from vllm_kvselect.engine.whole_prompt import PromptChunk, prompt_chunk
 from vllm_kvselect.methods import METHODS
 from vllm_kvselect.page_table import PageTable
-from vllm_kvselect.retention import RetentionPlan
+from vllm_kvselect.retention import Cut
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Completion:
 
     Attributes:
         eviction: The request's own configuration.
-        plan: The retention plan.
+        cut: The cut that is made.
         block_size: Tokens per block.
         blocks: Block ids of the whole prompt, int64.
         pages: Pages of the whole prompt, `[num_kv_heads, num_blocks]` int64.
@@ -47,7 +47,6 @@ class Completion:
         first_packed_block: Id of the first packed block, the key of the state; where block tables
             live on a device, `[1]` int64 on it.
         slots: Where the retained entries go, in the one-head view of the cache, int64.
-        num_prompt_tokens: Length of the prompt.
         prompt_tokens: The prompt's tokens of this batch if they are all of it: keys and values are
             at hand then and need not be read from the cache. Else None.
         window_tokens: Tokens of this batch that belong to the observation window.
@@ -62,14 +61,13 @@ class Completion:
     """
 
     eviction: EvictionConfig
-    plan: RetentionPlan
+    cut: Cut
     block_size: int
     blocks: torch.Tensor
     pages: torch.Tensor
     competing_pages: torch.Tensor
     first_packed_block: int | torch.Tensor
     slots: torch.Tensor
-    num_prompt_tokens: int
     prompt_tokens: slice | None
     window_tokens: slice
     earlier_queries: torch.Tensor | None
@@ -144,7 +142,7 @@ class Splitter:
     def split(self, common: CommonAttentionMetadata) -> Split | None:
         """Splits a batch, or returns None when nobody in it drops anything in this step."""
         prompts = self._prompts_of(common)
-        if all(prompt.plan is None for prompt in prompts):
+        if all(prompt.cut is None for prompt in prompts):
             return None
         rows = self._rows(common, prompts)
         stock_lens = rows.stock_lens
@@ -177,15 +175,15 @@ class Splitter:
         """The rows of a batch, as far as the host knows them."""
         query_start = common.query_start_loc_cpu.numpy().astype(np.int64)
         seq_lens = self._seq_lens(common).numpy().astype(np.int64)
-        prompt_lens = [
-            length if prompt.plan is None else prompt.num_tokens
+        cut_positions = [
+            length if prompt.cut is None else prompt.cut.position
             for prompt, length in zip(prompts, seq_lens, strict=True)
         ]
         return Rows(
             query_start=query_start[:-1],
             query_lens=np.diff(query_start),
             seq_lens=seq_lens,
-            prompt_lens=np.array(prompt_lens, dtype=np.int64),
+            cut_positions=np.array(cut_positions, dtype=np.int64),
             prompts=prompts,
         )
 
@@ -203,14 +201,14 @@ class Splitter:
 
     def _completion(self, rows: Rows, row: int, block_table: torch.Tensor) -> Completion:
         prompt = rows.prompts[row]
-        retention_plan, num_prompt_tokens, window = prompt.plan, prompt.num_tokens, self._window
-        assert retention_plan is not None
-        blocks = block_table[row, : -(-num_prompt_tokens // self._block_size)].to(torch.int64)
+        cut, window = prompt.cut, self._window
+        assert cut is not None
+        blocks = block_table[row, : -(-cut.position // self._block_size)].to(torch.int64)
         start = int(rows.query_start[row])
         end = start + int(rows.stock_lens[row])
         num_computed = int(rows.num_computed[row])
         pages = head_pages(blocks, self._num_kv_heads)
-        num_earlier = num_computed - (num_prompt_tokens - window)
+        num_earlier = num_computed - (cut.position - window)
         earlier = self._state.window(prompt, num_earlier)
         self._state.close_window(prompt)
         is_pooled, waits = self._is_pooled(rows, row), self._may_wait(rows, row)
@@ -221,18 +219,17 @@ class Splitter:
         sums, prompt.sums = prompt.sums, None
         return Completion(
             eviction=prompt.eviction,
-            plan=retention_plan,
+            cut=cut,
             block_size=self._block_size,
             blocks=blocks,
             pages=pages,
-            competing_pages=pages[:, : retention_plan.tail_start].contiguous(),
-            first_packed_block=self._block_id(blocks, retention_plan.first_packed),
+            competing_pages=pages[:, : cut.tail_start].contiguous(),
+            first_packed_block=self._block_id(blocks, cut.first_packed),
             slots=packed_slots(
-                blocks[retention_plan.first_packed : retention_plan.tail_start],
+                blocks[cut.first_packed : cut.tail_start],
                 self._num_kv_heads,
                 self._block_size,
             ),
-            num_prompt_tokens=num_prompt_tokens,
             prompt_tokens=slice(start, end) if num_computed == 0 else None,
             window_tokens=slice(max(start, end - window), end),
             earlier_queries=earlier.queries[:, :num_earlier] if earlier else None,
@@ -243,21 +240,21 @@ class Splitter:
         )
 
     def _may_wait(self, rows: Rows, row: int) -> bool:
-        """Whether nobody reads what a prompt retains before the next step."""
-        return bool(rows.seq_lens[row] == rows.prompts[row].num_tokens)
+        """Whether nobody reads what a request retains before the next step."""
+        return bool(rows.seq_lens[row] == rows.cut_positions[row])
 
     def _is_pooled(self, rows: Rows, row: int) -> bool:
         """Whether the layers of a request share its packed pages.
 
         Raises:
-            RuntimeError: If the chunk goes on past the prompt. A layer would have to read what only
+            RuntimeError: If the chunk goes on past the cut. A layer would have to read what only
                 the last one decides; `PoolScheduler` keeps it from happening.
         """
         prompt = rows.prompts[row]
         if not METHODS[prompt.eviction.method].pooled:
             return False
-        if rows.seq_lens[row] > prompt.num_tokens:
-            raise RuntimeError(f"a chunk of {prompt.eviction.method} runs past its prompt's end")
+        if rows.seq_lens[row] > rows.cut_positions[row]:
+            raise RuntimeError(f"a chunk of {prompt.eviction.method} runs past its cut")
         return True
 
     def _prompt_chunks(self, rows: Rows, block_table: torch.Tensor) -> list[PromptChunk]:
@@ -265,7 +262,7 @@ class Splitter:
         chunks = []
         for row in np.flatnonzero(rows.stock_lens):
             prompt = rows.prompts[row]
-            if prompt.plan is None:
+            if prompt.cut is None:
                 continue
             start, num_tokens = int(rows.query_start[row]), int(rows.stock_lens[row])
             first = int(rows.num_computed[row])
@@ -284,12 +281,12 @@ class Splitter:
 
     def _partial_windows(self, rows: Rows) -> list[PartialWindow]:
         """Chunks that end after the window's first token and before the prompt's last."""
-        window_start = rows.prompt_lens - self._window
-        is_inside = (rows.seq_lens > window_start) & (rows.seq_lens < rows.prompt_lens)
+        window_start = rows.cut_positions - self._window
+        is_inside = (rows.seq_lens > window_start) & (rows.seq_lens < rows.cut_positions)
         found = [
             self._partial_window(rows, row, int(window_start[row]))
             for row in np.flatnonzero(is_inside)
-            if rows.prompts[row].plan is not None
+            if rows.prompts[row].cut is not None
         ]
         return [window for window in found if window is not None]
 
@@ -315,7 +312,7 @@ def stock_part(
     """Cuts a batch down to the tokens that vLLM's own call computes, and says which they are."""
     lens = rows.stock_lens
     kept = np.flatnonzero(lens)
-    bounds = np.minimum(rows.seq_lens, rows.prompt_lens)[kept].astype(np.int32)
+    bounds = np.minimum(rows.seq_lens, rows.cut_positions)[kept].astype(np.int32)
     locations, device = start_loc(lens[kept]), common.block_table_tensor.device
     indices = async_tensor_h2d(kept, device)
     seq_lens = common.seq_lens.index_select(0, indices)

@@ -1,7 +1,7 @@
-"""The scheduler's side of the retention plan, in vLLM's block vocabulary."""
+"""The scheduler's side of cuts, in vLLM's block vocabulary."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -15,17 +15,29 @@ from vllm.v1.request import Request
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.methods import METHODS
 from vllm_kvselect.request import planned_config
-from vllm_kvselect.retention import RetentionPlan, plan
+from vllm_kvselect.retention import Cuts, cuts
 
 if TYPE_CHECKING:
     from vllm_kvselect.engine.spec import HeadwiseSpec, WindowSpec
 
 
-class PlannedManager(SingleTypeKVCacheManager):
-    """What the managers of all groups share: plans of requests, and what may be hashed of them.
+class Planned(NamedTuple):
+    """What a request's settings come to.
 
-    A request whose prompt drops nothing has no plan and is treated as vLLM treats it. Every request
-    is planned with its own settings.
+    Attributes:
+        eviction: Its own configuration.
+        cuts: Its cuts.
+    """
+
+    eviction: EvictionConfig
+    cuts: Cuts
+
+
+class PlannedManager(SingleTypeKVCacheManager):
+    """What the managers of all groups share: cuts of requests, and what may be hashed of them.
+
+    A request without cuts is treated as vLLM treats it. Every request is planned with its own
+    settings.
 
     Args:
         kv_cache_spec: The group's spec, with the eviction configuration.
@@ -35,25 +47,35 @@ class PlannedManager(SingleTypeKVCacheManager):
     def __init__(self, kv_cache_spec: "HeadwiseSpec | WindowSpec", **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.eviction = kv_cache_spec.eviction
+        # Its settings are looked at once, not in each of its steps: a request may send many keys.
+        self._planned: dict[str, Planned] = {}
         # While the scheduler schedules: what was hashed of each request before, in blocks.
         self._num_hashed_before: dict[str, int] | None = None
 
-    def plan(self, request: Request) -> RetentionPlan | None:
-        """The plan of a request's prompt, the same that the workers compute.
+    def cuts_of(self, request: Request) -> Cuts:
+        """The request's cuts, the same that the workers compute.
 
         The prompt's length counts: a preempted request resumes with more tokens than its prompt,
-        but its plan is still the same.
+        but its cuts are still the same.
         """
-        eviction = self._eviction_of(request)
-        return plan(request.num_prompt_tokens, self.block_size, eviction)
+        return self._planned_of(request).cuts
+
+    def _planned_of(self, request: Request) -> Planned:
+        """The request's configuration and cuts, remembered until its blocks are given back."""
+        known = self._planned.get(request.request_id)
+        if known is None:
+            eviction = self._eviction_of(request)
+            request_cuts = cuts(request.num_prompt_tokens, self.block_size, eviction)
+            known = self._planned[request.request_id] = Planned(eviction, request_cuts)
+        return known
 
     def _eviction_of(self, request: Request) -> EvictionConfig:
         """The request's own configuration."""
         params = request.sampling_params
         return planned_config(self.eviction, params.extra_args if params else None)
 
-    def _num_hashable(self, request: Request, retention_plan: RetentionPlan) -> int:
-        """Tokens of a planned request whose blocks may be hashed."""
+    def _num_hashable(self, request_cuts: Cuts) -> int:
+        """Tokens of a request with cuts whose blocks may be hashed."""
         raise NotImplementedError
 
     def cache_blocks(
@@ -67,16 +89,15 @@ class PlannedManager(SingleTypeKVCacheManager):
         """Hashes full blocks that later requests may take for what they are named by.
 
         By default vLLM hashes of a sliding window only what the same prompt needs to resume just
-        before its end. With a plan it resumes at the first packed block instead.
+        before its end. With cuts it resumes at the first private block instead.
         """
         if self._num_hashed_before is not None:
             num_hashed = self.num_cached_block.get(request.request_id, 0)
             self._num_hashed_before.setdefault(request.request_id, num_hashed)
-        retention_plan = self.plan(request)
-        if retention_plan is not None:
-            num_tokens = min(num_tokens, self._num_hashable(request, retention_plan))
-            first_packed = retention_plan.first_packed * self.block_size
-            replay_boundaries = (*replay_boundaries, first_packed)
+        if request_cuts := self.cuts_of(request):
+            num_tokens = min(num_tokens, self._num_hashable(request_cuts))
+            first_private = request_cuts.first_private * self.block_size
+            replay_boundaries = (*replay_boundaries, first_private)
         super().cache_blocks(
             request,
             num_tokens,
@@ -95,11 +116,12 @@ class PlannedManager(SingleTypeKVCacheManager):
         return super().take_new_block_ids()
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Forgets hashes of what will not be computed, when a request ends or is preempted.
+        """Forgets a request that ends or is preempted, and hashes of what will not be computed.
 
         vLLM hashes blocks when it schedules them. Under `--scheduling-policy priority` it may then
         preempt their request in the same step, and leaves hashes that find whatever is in there.
         """
+        self._planned.pop(request_id, None)
         blocks = super().pop_blocks_for_free(request_id)
         num_computed = (self._num_hashed_before or {}).pop(request_id, None)
         if num_computed is not None:
@@ -108,37 +130,33 @@ class PlannedManager(SingleTypeKVCacheManager):
 
 
 class HeadwiseManager(PlannedManager, FullAttentionManager):
-    """Frees the blocks before the packed ones and keeps the packed ones private."""
-
-    def __init__(self, kv_cache_spec: "HeadwiseSpec", **kwargs: Any) -> None:
-        super().__init__(kv_cache_spec, **kwargs)
-        self._plans: dict[str, RetentionPlan] = {}
+    """Frees the blocks before the packed ones and keeps the others private."""
 
     def is_pooled(self, request: Request) -> bool:
-        """Whether entries are dropped of the prompt and its layers share the packed pages."""
-        return self.plan(request) is not None and METHODS[self._eviction_of(request).method].pooled
+        """Whether entries are dropped of the request and its layers share the packed pages."""
+        planned = self._planned_of(request)
+        return bool(planned.cuts) and METHODS[planned.eviction.method].pooled
 
     def admit(self, request: Request) -> int:
         """Plans a request before its blocks are allocated, for the first time or again.
 
-        Packed blocks are overwritten, so they must be private, and the observation window's
-        queries must be computed: neither may come from the prefix cache. A method that needs the
-        queries of the whole prompt takes nothing from it.
+        Blocks that a cut packs are overwritten, so they must be private, and the observation
+        window's queries must be computed: neither may come from the prefix cache. A method that
+        needs the queries of the whole prompt takes nothing from it.
 
         Args:
             request: The request about to be scheduled.
 
         Returns:
             Tokens that may come from the prefix cache at most: a multiple of the block size, or all
-            tokens without a plan.
+            tokens without a cut.
         """
-        retention_plan = self.plan(request)
-        if retention_plan is None:
+        planned = self._planned_of(request)
+        if not planned.cuts:
             return request.num_tokens
-        self._plans[request.request_id] = retention_plan
-        if METHODS[self._eviction_of(request).method].whole_prompt:
+        if METHODS[planned.eviction.method].whole_prompt:
             return 0
-        return retention_plan.first_packed * self.block_size
+        return planned.cuts.first_private * self.block_size
 
     def remove_skipped_blocks(
         self,
@@ -146,27 +164,21 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Frees the blocks before the packed ones, once the whole prompt has been processed.
+        """Frees the blocks before the packed ones, once the tokens up to a cut are processed.
 
         Their hashes stay, so they serve other requests from the prefix cache until they are reused.
         """
-        if num_prompt_tokens is None or processed_computed_tokens < num_prompt_tokens:
-            return
-        retention_plan = self._plans.get(request_id)
-        if retention_plan is not None:
-            self._remove_blocks_in_range(request_id, 0, retention_plan.first_packed)
+        planned = self._planned.get(request_id)
+        if planned is not None:
+            num_freed = planned.cuts.num_freed(processed_computed_tokens)
+            self._remove_blocks_in_range(request_id, 0, num_freed)
 
-    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Forgets a request that ends or is preempted."""
-        self._plans.pop(request_id, None)
-        return super().pop_blocks_for_free(request_id)
-
-    def _num_hashable(self, request: Request, retention_plan: RetentionPlan) -> int:
-        """None from the first packed block on.
+    def _num_hashable(self, request_cuts: Cuts) -> int:
+        """None from the first private block on.
 
         Those will be overwritten, or hold tokens generated from a context with dropped entries.
         """
-        return retention_plan.first_packed * self.block_size
+        return request_cuts.first_private * self.block_size
 
 
 class WindowManager(PlannedManager, SlidingWindowManager):
@@ -176,9 +188,9 @@ class WindowManager(PlannedManager, SlidingWindowManager):
     dropped. Without its own hashes it could be found by a request that dropped nothing.
     """
 
-    def _num_hashable(self, request: Request, retention_plan: RetentionPlan) -> int:
-        """Those of the prompt, which is computed before anything is dropped."""
-        return request.num_prompt_tokens
+    def _num_hashable(self, request_cuts: Cuts) -> int:
+        """Those that are computed before anything is dropped."""
+        return request_cuts.first_position
 
 
 def headwise_manager(kv: KVCacheManager) -> HeadwiseManager:

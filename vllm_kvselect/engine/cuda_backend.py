@@ -1,7 +1,7 @@
 """What the CUDA backends' builders have in common: FlashAttention's and Triton's are put behind.
 
 Nothing here waits for the device. What is cut where is decided from what the host knows: prompts,
-their plans, and lengths that are exact while a prompt is not complete.
+their cuts, and lengths that are exact while a prompt is not complete.
 """
 
 from typing import Any
@@ -56,7 +56,7 @@ class DeviceSplitter(Splitter):
             return None
         rows = self._rows(common, self._prompts_of(common))
         in_prompt = rows.stock_lens > 0
-        if any(in_prompt[row] and prompt.plan for row, prompt in enumerate(rows.prompts)):
+        if any(in_prompt[row] and prompt.cut for row, prompt in enumerate(rows.prompts)):
             return None
         return rows.prompts
 
@@ -138,7 +138,7 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         if prompts is None:
             return super().build(common_prefix_len, common, fast_build)
         in_graph = self._may_be_in_graph(common)
-        if not in_graph and all(prompt.plan is None for prompt in prompts):
+        if not in_graph and all(prompt.cut is None for prompt in prompts):
             return self._build_stock(common_prefix_len, common, fast_build)
         num_splits = 1 if envs.VLLM_BATCH_INVARIANT else self._max_num_splits(in_graph)
         batch = self.tables.decode_batch(prompts, common, num_splits)

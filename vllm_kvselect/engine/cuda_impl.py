@@ -183,7 +183,7 @@ class CudaImpl(HeadwiseImpl):
         return key, value.mul_(self._value_scale)
 
     def _move(self, kv_cache: torch.Tensor, retained: torch.Tensor, completion: Completion) -> None:
-        num_competing = completion.plan.tail_start * completion.block_size
+        num_competing = completion.cut.tail_start * completion.block_size
         entries = self._kernels.gather_from_blocks(
             kv_cache, completion.blocks, retained, num_competing
         )

@@ -63,7 +63,7 @@ class HeadwiseTables:
 
         self._pages = zeros(1, num_sequences, table_width(max_model_len, block_size))
         self._lengths = zeros(1, num_sequences)
-        self._plans = zeros(2, max_num_seqs)
+        self._cuts = zeros(2, max_num_seqs)
         self._blocks = zeros(max_num_seqs, dtype=torch.int64)
         self._offsets = zeros(max_num_seqs, num_layers, num_offsets)
         self._query_start_loc = torch.arange(
@@ -75,7 +75,7 @@ class HeadwiseTables:
     ) -> HeadwiseBatch:
         """A batch of one token a row, none of them in a prompt that needs to be looked at.
 
-        Rows without a plan, and those that pad the batch to a captured size, get the identity
+        Rows without a cut, and those that pad the batch to a captured size, get the identity
         table: no packed pages, which is what the state has for the null block.
 
         Args:
@@ -89,13 +89,13 @@ class HeadwiseTables:
         num_rows = common.num_reqs
         host = np.zeros((2, num_rows), dtype=np.int32)
         for row, prompt in enumerate(prompts):
-            if prompt.plan is not None:
-                host[:, row] = prompt.plan.first_packed, prompt.plan.tail_start
-        plans = self._plans[:, :num_rows]
-        plans.copy_(async_tensor_h2d(host, plans.device))
-        first_packed, tail_start = plans
+            if prompt.cut is not None:
+                host[:, row] = prompt.cut.first_packed, prompt.cut.tail_start
+        cuts = self._cuts[:, :num_rows]
+        cuts.copy_(async_tensor_h2d(host, cuts.device))
+        first_packed, tail_start = cuts
         table, blocks = common.block_table_tensor, self._blocks[:num_rows]
-        # A plan's tail never starts at block 0; block 0 of the pool is the null block.
+        # A cut's tail never starts at block 0; block 0 of the pool is the null block.
         torch.mul(table.gather(1, first_packed[:, None].long())[:, 0], tail_start > 0, out=blocks)
         offsets = self._offsets[:num_rows]
         torch.index_select(self._state.offsets, 0, blocks, out=offsets)

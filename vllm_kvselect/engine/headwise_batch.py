@@ -114,20 +114,21 @@ def headwise_batch(
 
     Args:
         rows: The batch.
-        chosen: Row indices; each has a plan and tokens past its prompt.
+        chosen: Row indices; each has a cut and tokens past it.
         common: vLLM's metadata of the batch.
         num_kv_heads: KV heads on this rank.
 
     Returns:
         The sequences, still without page tables.
     """
-    plans = np.array([rows.prompts[row].plan for row in chosen], dtype=np.int32)
+    cuts = [cut for row in chosen if (cut := rows.prompts[row].cut) is not None]
     stock_lens = rows.stock_lens[chosen]
     lens = rows.query_lens[chosen] - stock_lens
     starts = rows.query_start[chosen] + stock_lens
     device = common.block_table_tensor.device
     first_packed, tail_start = (
-        async_tensor_h2d(np.ascontiguousarray(plans[:, column]), device) for column in (0, 2)
+        async_tensor_h2d(np.array(indices, dtype=np.int32), device)
+        for indices in ([cut.first_packed for cut in cuts], [cut.tail_start for cut in cuts])
     )
     indices = async_tensor_h2d(chosen, device)
     table = common.block_table_tensor.index_select(0, indices)

@@ -238,7 +238,7 @@ class HeadwiseImpl(ABC):
         """
         tokens = completion.prompt_tokens
         at_hand = self._at_hand(key, value, tokens) if tokens is not None else None
-        num_competing = completion.plan.tail_start * kv_cache.shape[2]
+        num_competing = completion.cut.tail_start * kv_cache.shape[2]
         key, value = at_hand or self._read(kv_cache, completion)
         value = value[:, :num_competing]
         candidates = score_layer(
@@ -284,7 +284,7 @@ class HeadwiseImpl(ABC):
     def _move(self, kv_cache: torch.Tensor, retained: torch.Tensor, completion: Completion) -> None:
         """Moves what this layer retains into the packed blocks."""
         num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
-        num_competing = completion.plan.tail_start * block_size
+        num_competing = completion.cut.tail_start * block_size
         sources = retained_slots(
             retained, num_competing, completion.blocks, num_kv_heads, block_size, num_blocks
         )
@@ -297,7 +297,7 @@ class HeadwiseImpl(ABC):
         assert completion.kept is not None
         retention = self._retain_pool(completion.kept.stacked, completion)
         moves = pool_moves(
-            retention, completion.plan, completion.blocks, self._state.num_layers, kv_cache.shape
+            retention, completion.cut, completion.blocks, self._state.num_layers, kv_cache.shape
         )
         self._move_slots(all_layers(kv_cache), *moves)
         # [num_layers * num_kv_heads + 1] -> [num_layers, num_kv_heads + 1], ends shared
@@ -306,14 +306,14 @@ class HeadwiseImpl(ABC):
 
     def _retain_pool(self, candidates: Candidates, completion: Completion) -> Retention:
         """Chooses the entries of all layers from their stacked candidates."""
-        size = (completion.plan.num_packed, completion.block_size)
+        size = (completion.cut.num_packed, completion.block_size)
         return retain_pool(candidates, *size, completion.eviction, self._kernels)
 
     def _retain(
         self, candidates: Candidates, value: torch.Tensor | None, completion: Completion
     ) -> Retention:
         """Chooses the entries of this layer."""
-        size = (completion.plan.num_packed, completion.block_size)
+        size = (completion.cut.num_packed, completion.block_size)
         return retain_layer(
             candidates, value, self.output_projection, *size, completion.eviction, self._kernels
         )
@@ -325,7 +325,7 @@ class HeadwiseImpl(ABC):
         window = self._scored_queries(query[completion.window_tokens])
         if completion.earlier_queries is not None:
             window = torch.cat((completion.earlier_queries[self._layer_index], window))
-        key = key[:, : completion.num_prompt_tokens]
+        key = key[:, : completion.cut.position]
         return window, key, value, self.output_projection, self._score_scale
 
     def _kernels_of(self, completion: Completion) -> Kernels:

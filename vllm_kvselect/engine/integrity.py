@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 from vllm_kvselect.compaction import run_pages
 from vllm_kvselect.engine.block_manager import HeadwiseManager
 from vllm_kvselect.page_table import headwise_page_table
-from vllm_kvselect.retention import RetentionPlan
+from vllm_kvselect.retention import Cuts, Role
 
 INVARIANTS = {
     "pool": "every block is either free, held or the null block, and the pool counts its free ones",
@@ -27,8 +27,8 @@ INVARIANTS = {
     "shared": "a block in two block tables is hashed and has the same place in both",
     "hashes": "a hashed block is found by its hash, and no other block is",
     "covered": "a block table covers the tokens computed so far",
-    "freed": "only the blocks before the packed ones are freed, all of them, and after the prompt",
-    "private": "blocks from the first packed one on belong to one request and are not hashed",
+    "freed": "only the blocks before the packed ones are freed, all of them, and after the cut",
+    "private": "blocks that a cut does not just free belong to one request and are not hashed",
     "pages": "each page that a worker reads lies in a private block of the request that reads it",
 }
 """What holds after every scheduling step, by the name under which a violation is reported."""
@@ -65,12 +65,18 @@ class _Table:
 
     request: Request
     blocks: list[KVCacheBlock]
-    plan: RetentionPlan | None
+    cuts: Cuts
 
     @property
-    def num_freed(self) -> int:
-        """Blocks that are freed once the prompt is processed."""
-        return self.plan.first_packed if self.plan else 0
+    def num_processed(self) -> int:
+        """Tokens that are computed for certain, those of steps in flight aside."""
+        return self.request.num_computed_tokens - self.request.num_in_flight_tokens
+
+    @property
+    def freed(self) -> list[int]:
+        """Indices of the blocks to free; once the request is scheduled again, all of them are."""
+        roles = (self.cuts.role(index, self.num_processed) for index in range(len(self.blocks)))
+        return [index for index, role in enumerate(roles) if role is Role.FREED]
 
 
 def find_violations(kv: KVCacheManager, requests: Mapping[str, Request]) -> list[Violation]:
@@ -90,7 +96,7 @@ def find_violations(kv: KVCacheManager, requests: Mapping[str, Request]) -> list
     assert isinstance(manager, HeadwiseManager)
     owners = block_owners(manager)
     tables = [
-        _Table(request, blocks, manager.plan(request))
+        _Table(request, blocks, manager.cuts_of(request))
         for request_id, blocks in manager.req_to_blocks.items()
         if (request := requests.get(request_id)) is not None and not request.is_finished()
     ]
@@ -182,23 +188,24 @@ def _hash_violations(pool: BlockPool, owners: Owners) -> Iterator[Violation]:
 
 
 def _table_violations(table: _Table, block_size: int) -> Iterator[Violation]:
-    request, blocks, num_freed = table.request, table.blocks, table.num_freed
+    request, blocks = table.request, table.blocks
     request_ids = (request.request_id,)
     if len(blocks) * block_size < request.num_computed_tokens:
         tokens = f"{len(blocks)} blocks for {request.num_computed_tokens} tokens"
         yield Violation("covered", tokens, (), request_ids)
     null = [index for index, block in enumerate(blocks) if block.is_null]
-    num_processed = request.num_computed_tokens - request.num_in_flight_tokens
-    if null and (null != [*range(num_freed)] or num_processed < request.num_prompt_tokens):
+    if null and null != table.freed:
         detail = (
-            f"blocks {null} freed of {num_freed} to free, {num_processed} tokens processed of a "
-            f"prompt of {request.num_prompt_tokens}"
+            f"freed blocks {null}, to be freed {table.freed}: {table.num_processed} tokens "
+            f"processed, cuts at {[cut.position for cut in table.cuts]}"
         )
         yield Violation("freed", detail, (), request_ids)
     exposed = [
         block.block_id
-        for block in blocks[num_freed:]
-        if table.plan and not block.is_null and (block.ref_cnt > 1 or block.block_hash is not None)
+        for index, block in enumerate(blocks)
+        if (block.ref_cnt > 1 or block.block_hash is not None)
+        and not block.is_null
+        and table.cuts.is_private(index)
     ]
     if exposed:
         yield Violation("private", "shared or hashed", tuple(exposed), request_ids)
@@ -212,41 +219,44 @@ def _page_violations(
     The first layer stands for all: a pool hands out the same pages of the same blocks, only to
     other heads, and in other layers they have the same places.
     """
-    tables = [
-        table
+    read = [
+        (table, cut)
         for table in tables
-        if table.plan
-        and table.request.num_computed_tokens >= table.request.num_prompt_tokens
+        if (cut := table.cuts.last_made(table.request.num_computed_tokens)) is not None
         and len(table.blocks) * block_size >= table.request.num_computed_tokens
     ]
-    if not tables:
+    if not read:
         return
-    plans = torch.tensor([table.plan for table in tables])
-    seq_lens = torch.tensor([table.request.num_computed_tokens for table in tables])
-    block_table = torch.zeros(len(tables), max(len(t.blocks) for t in tables), dtype=torch.int64)
+    seq_lens = torch.tensor([table.request.num_computed_tokens for table, _ in read])
+    block_table = torch.zeros(len(read), max(len(t.blocks) for t, _ in read), dtype=torch.int64)
     private_to = torch.full((num_blocks,), -1)  # which row a block is private to
-    for row, table in enumerate(tables):
+    for row, (table, cut) in enumerate(read):
         ids = torch.tensor([block.block_id for block in table.blocks])
         block_table[row, : len(ids)] = ids
-        private_to[ids[table.num_freed :]] = row
+        private_to[ids[cut.first_packed :]] = row
     private_to[0] = -1  # the null block
-    offsets = plans[:, 1:2] * torch.arange(num_kv_heads + 1)
+    num_packed = torch.tensor([cut.num_packed for _, cut in read])
+    offsets = num_packed[:, None] * torch.arange(num_kv_heads + 1)
     pages, lengths = headwise_page_table(
-        block_table, seq_lens, plans[:, 0], plans[:, 2], offsets[None], block_size, num_blocks
+        block_table,
+        seq_lens,
+        torch.tensor([cut.first_packed for _, cut in read]),
+        torch.tensor([cut.tail_start for _, cut in read]),
+        offsets[None],
+        block_size,
+        num_blocks,
     )
-    pages, lengths = (part.view(len(tables), num_kv_heads, -1).long() for part in (pages, lengths))
+    pages, lengths = (part.view(len(read), num_kv_heads, -1).long() for part in (pages, lengths))
     is_read = torch.arange(pages.shape[-1]) < -(-lengths // block_size)
-    rows = torch.arange(len(tables))[:, None, None]
+    rows = torch.arange(len(read))[:, None, None]
     is_foreign = is_read & (private_to[pages // num_kv_heads] != rows)
-    for row, (table, (first_packed, num_packed, tail_start)) in enumerate(
-        zip(tables, plans.tolist(), strict=True)
-    ):
+    for row, (table, cut) in enumerate(read):
         request_ids = (table.request.request_id,)
         if is_foreign[row].any():
             blocks = (pages[row][is_foreign[row]] // num_kv_heads).unique().tolist()
             yield Violation("pages", "read, but not private to it", tuple(blocks), request_ids)
-        run = run_pages(block_table[row, first_packed:tail_start], num_kv_heads)
-        if not torch.equal(pages[row, :, :num_packed].flatten(), run):
-            blocks = block_table[row, first_packed:tail_start].tolist()
+        packed = block_table[row, cut.first_packed : cut.tail_start]
+        run = run_pages(packed, num_kv_heads)
+        if not torch.equal(pages[row, :, : cut.num_packed].flatten(), run):
             detail = "packed in another order than read"
-            yield Violation("pages", detail, tuple(blocks), request_ids)
+            yield Violation("pages", detail, tuple(packed.tolist()), request_ids)

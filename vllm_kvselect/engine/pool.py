@@ -9,7 +9,7 @@ import torch
 from vllm_kvselect.compaction import pool_slots, retained_slots
 from vllm_kvselect.methods import Retention
 from vllm_kvselect.ranking import Candidates
-from vllm_kvselect.retention import RetentionPlan
+from vllm_kvselect.retention import Cut
 
 
 class KeptCandidates:
@@ -55,7 +55,7 @@ class KeptCandidates:
 
 def pool_moves(
     retention: Retention,
-    retention_plan: RetentionPlan,
+    cut: Cut,
     blocks: torch.Tensor,
     num_layers: int,
     cache_shape: tuple[int, ...],
@@ -66,7 +66,7 @@ def pool_moves(
 
     Args:
         retention: What is retained.
-        retention_plan: The prompt's plan.
+        cut: The cut that is made.
         blocks: Block ids of the prompt, int64.
         num_layers: Layers of the pool.
         cache_shape: Shape of a layer's cache, `[num_blocks, num_kv_heads, block_size, width]`.
@@ -75,9 +75,13 @@ def pool_moves(
         Two lists of slots, int64.
     """
     num_blocks, num_kv_heads, block_size, _ = cache_shape
-    first_packed, _, tail_start = retention_plan
     sources = retained_slots(
-        retention.retained, tail_start * block_size, blocks, num_kv_heads, block_size, num_blocks
+        retention.retained,
+        cut.tail_start * block_size,
+        blocks,
+        num_kv_heads,
+        block_size,
+        num_blocks,
     )
-    packed = blocks[first_packed:tail_start]
+    packed = blocks[cut.first_packed : cut.tail_start]
     return sources, pool_slots(packed, num_kv_heads, block_size, num_layers, num_blocks)

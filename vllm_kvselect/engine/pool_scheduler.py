@@ -1,9 +1,9 @@
-"""vLLM's schedulers, with the chunks of pooled requests ending where their prompts end.
+"""vLLM's schedulers, with the chunks of pooled requests ending at their cuts.
 
-A preempted request resumes with a chunk that runs past its prompt. Where layers share pages, none
-of them could read what lies past it: what is retained is only known after the last one. So the
-chunk is cut, and the rest comes in the next step. `SchedulerConfig.scheduler_cls` is vLLM's public
-seam for it.
+A preempted request resumes with a chunk that runs past a cut. Where layers share pages, none of
+them could read what lies past it: what is retained is only known after the last one. So the chunk
+ends at the cut, and the rest comes in the next step. `SchedulerConfig.scheduler_cls` is vLLM's
+public seam for it.
 """
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -23,11 +23,11 @@ class PoolScheduler(Scheduler):
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
-        num_left = request.num_prompt_tokens - num_computed_tokens
-        if not 0 < num_left < num_new_tokens:
+        manager = headwise_manager(self.kv_cache_manager)
+        cut = manager.cuts_of(request).next_after(num_computed_tokens)
+        if cut is None or not manager.is_pooled(request):
             return num_new_tokens
-        is_pooled = headwise_manager(self.kv_cache_manager).is_pooled(request)
-        return num_left if is_pooled else num_new_tokens
+        return min(num_new_tokens, cut.position - num_computed_tokens)
 
 
 class PoolAsyncScheduler(PoolScheduler, AsyncScheduler):

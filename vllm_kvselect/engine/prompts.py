@@ -1,4 +1,4 @@
-"""Prompts of the requests that live in a worker, each with its own settings and plan."""
+"""Prompts of the requests that live in a worker, each with its own settings and cut."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.request import planned_config
-from vllm_kvselect.retention import RetentionPlan, plan
+from vllm_kvselect.retention import Cut, cuts
 
 
 @dataclass(eq=False)
@@ -21,7 +21,7 @@ class Prompt:
     Attributes:
         num_tokens: Length of the prompt.
         eviction: The request's own configuration.
-        plan: Its retention plan, or None.
+        cut: Where its entries are dropped, or None.
         is_packed: Whether its entries are packed now and the other blocks given back.
         is_counted: Whether it was reported already; a preempted prompt is packed again.
         sums: Scores of the chunks so far, where the method needs the queries of the whole prompt:
@@ -33,7 +33,7 @@ class Prompt:
 
     num_tokens: int
     eviction: EvictionConfig
-    plan: RetentionPlan | None
+    cut: Cut | None
     is_packed: bool = False
     is_counted: bool = False
     sums: torch.Tensor | None = None
@@ -43,7 +43,8 @@ class Prompt:
     @classmethod
     def planned(cls, num_tokens: int, block_size: int, eviction: EvictionConfig) -> Self:
         """Plans a prompt of `num_tokens`."""
-        return cls(num_tokens, eviction, plan(num_tokens, block_size, eviction))
+        cut = cuts(num_tokens, block_size, eviction).last_made(num_tokens)
+        return cls(num_tokens, eviction, cut)
 
 
 PromptsOf = Callable[[CommonAttentionMetadata], list[Prompt]]
@@ -77,7 +78,7 @@ class LivePrompts:
         return self._prompts.get(request_id, unknown) if request_id is not None else unknown
 
     def prefilling(self, scheduled: SchedulerOutput) -> bool:
-        """Whether a step computes tokens of a prompt that drops entries.
+        """Whether a step computes tokens that come before a cut.
 
         Args:
             scheduled: The scheduler's message, which `update` has seen.
@@ -86,7 +87,7 @@ class LivePrompts:
         computed = [(new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
         computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         return any(
-            prompt.plan is not None and num_computed < prompt.num_tokens
+            prompt.cut is not None and num_computed < prompt.cut.position
             for request_id, num_computed in computed
             if (prompt := self._prompts.get(request_id)) is not None
         )
@@ -119,8 +120,8 @@ class LivePrompts:
     @property
     def num_saved_blocks(self) -> int:
         """Blocks that the live requests would hold as well if nothing had been dropped."""
-        packed = (prompt.plan for prompt in self._prompts.values() if prompt.is_packed)
-        return sum(retention_plan.first_packed for retention_plan in packed if retention_plan)
+        made = (prompt.cut for prompt in self._prompts.values() if prompt.is_packed)
+        return sum(cut.first_packed for cut in made if cut)
 
     def _planned(self, request: NewRequestData) -> Prompt:
         params = request.sampling_params

@@ -22,15 +22,15 @@ class Rows(NamedTuple):
         query_start: Where each row's tokens start in the batch.
         query_lens: Tokens of the row in this step.
         seq_lens: Tokens of the request after this step.
-        prompt_lens: Prompt lengths; the sequence length for rows without a plan, so that all their
-            tokens count as prompt.
-        prompts: Prompt of each row, with its plan.
+        cut_positions: Tokens before each row's cut; the sequence length for rows without one, so
+            that all their tokens come before it.
+        prompts: Prompt of each row, with its cut.
     """
 
     query_start: np.ndarray
     query_lens: np.ndarray
     seq_lens: np.ndarray
-    prompt_lens: np.ndarray
+    cut_positions: np.ndarray
     prompts: list[Prompt]
 
     @property
@@ -40,14 +40,14 @@ class Rows(NamedTuple):
 
     @property
     def stock_lens(self) -> np.ndarray:
-        """Tokens of each row that vLLM's own kernel computes: those of the prompt."""
-        return (np.minimum(self.seq_lens, self.prompt_lens) - self.num_computed).clip(0)
+        """Tokens of each row that vLLM's own kernel computes: those before the cut."""
+        return (np.minimum(self.seq_lens, self.cut_positions) - self.num_computed).clip(0)
 
     @property
     def completing(self) -> np.ndarray:
-        """Rows whose chunk reaches the end of a prompt that drops entries, bool."""
-        planned = np.array([prompt.plan is not None for prompt in self.prompts], dtype=bool)
-        return planned & (self.stock_lens > 0) & (self.seq_lens >= self.prompt_lens)
+        """Rows whose chunk reaches their cut, bool."""
+        has_cut = np.array([prompt.cut is not None for prompt in self.prompts], dtype=bool)
+        return has_cut & (self.stock_lens > 0) & (self.seq_lens >= self.cut_positions)
 
 
 def token_indices(starts: np.ndarray, lens: np.ndarray) -> Indices:

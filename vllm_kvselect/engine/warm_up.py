@@ -16,7 +16,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cuda_backend import CudaMetadataBuilder
 from vllm_kvselect.engine.prompts import Prompt
 from vllm_kvselect.methods import METHODS
-from vllm_kvselect.retention import plan
+from vllm_kvselect.retention import cuts
 
 _LONGEST = 16384
 """From this length on the kernels' tiles and splits stay the same."""
@@ -52,7 +52,7 @@ def _lengths(builder: CudaMetadataBuilder, config: EvictionConfig) -> list[int]:
     """The shortest aligned prompt that drops entries, one that is not aligned, and longer ones."""
     block_size, limit = builder.block_size, builder.vllm_config.model_config.max_model_len
     aligned = takewhile(lambda length: length < limit, count(block_size, block_size))
-    first = next((length for length in aligned if plan(length, block_size, config)), None)
+    first = next((length for length in aligned if cuts(length, block_size, config)), None)
     if first is None:
         return []
     doubled = takewhile(

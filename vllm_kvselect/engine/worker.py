@@ -173,9 +173,9 @@ class EvictionWorker(ABC):
         if not packed and any(prompt.packing for prompt in self._prompts):
             return None
         counted = [
-            [prompt.num_tokens, prompt.plan.first_packed]
+            [prompt.num_tokens, prompt.cut.first_packed]
             for prompt in packed
-            if prompt.plan is not None and not prompt.is_counted
+            if prompt.cut is not None and not prompt.is_counted
         ]
         for prompt in packed:
             prompt.is_packed = prompt.is_counted = True

@@ -17,7 +17,7 @@ from vllm_kvselect.methods import (
     score_layer,
 )
 from vllm_kvselect.ranking import Candidates
-from vllm_kvselect.retention import RetentionPlan, plan
+from vllm_kvselect.retention import Cut, cuts
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selection import stage_1_mask
 
@@ -52,10 +52,10 @@ def retained_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
         `[num_layers, num_kv_heads, num_prompt_tokens]` bool. All of it if the budget covers it.
     """
     retained = tail_entries(prompt, config)
-    planned = plan(prompt.num_tokens, prompt.block_size, config)
-    if planned is not None:
-        scored = planned.tail_start * prompt.block_size
-        for layers, retention in _choose(prompt, planned, config):
+    cut = _cut(prompt, config)
+    if cut is not None:
+        scored = cut.tail_start * prompt.block_size
+        for layers, retention in _choose(prompt, cut, config):
             chosen = retained[layers, :, :scored].flatten()
             chosen[retention.retained] = True
             retained[layers, :, :scored] = chosen.view(-1, retained.shape[1], scored)
@@ -78,10 +78,10 @@ def stage_1_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
     if not METHODS[config.method].two_stages:
         raise EvaluationError(f"{config.method} does not select in two stages")
     entries = torch.zeros_like(tail_entries(prompt, config))
-    planned = plan(prompt.num_tokens, prompt.block_size, config)
-    if planned is not None:
-        scored = planned.tail_start * prompt.block_size
-        for layers, retention in _choose(prompt, planned, config):
+    cut = _cut(prompt, config)
+    if cut is not None:
+        scored = cut.tail_start * prompt.block_size
+        for layers, retention in _choose(prompt, cut, config):
             budgets = retention.offsets.diff() * prompt.block_size
             candidates = _score(prompt, layers, scored, config)
             first = stage_1_mask(candidates.scores.flatten(0, 1), budgets, config.alpha)
@@ -99,27 +99,30 @@ def tail_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
     Returns:
         `[num_layers, num_kv_heads, num_prompt_tokens]` bool.
     """
-    planned = plan(prompt.num_tokens, prompt.block_size, config)
-    start = 0 if planned is None else planned.tail_start * prompt.block_size
+    cut = _cut(prompt, config)
+    start = 0 if cut is None else cut.tail_start * prompt.block_size
     key = prompt.layers[0].key
     tail = torch.arange(prompt.num_tokens, device=key.device) >= start
     return tail.repeat(len(prompt.layers), key.shape[0], 1)
 
 
-def _choose(
-    prompt: Prompt, planned: RetentionPlan, config: EvictionConfig
-) -> Iterator[tuple[slice, Retention]]:
+def _cut(prompt: Prompt, config: EvictionConfig) -> Cut | None:
+    """The cut that the prompt's last token makes, or an earlier one."""
+    return cuts(prompt.num_tokens, prompt.block_size, config).last_made(prompt.num_tokens)
+
+
+def _choose(prompt: Prompt, cut: Cut, config: EvictionConfig) -> Iterator[tuple[slice, Retention]]:
     """The choice of each layer, or of all layers where they share a pool; which layers it is of."""
-    scored = planned.tail_start * prompt.block_size
+    scored = cut.tail_start * prompt.block_size
     if METHODS[config.method].pooled:
         everything = slice(0, len(prompt.layers))
         candidates = _score(prompt, everything, scored, config)
-        pool = (planned.num_packed, prompt.block_size, config, prompt.kernels)
+        pool = (cut.num_packed, prompt.block_size, config, prompt.kernels)
         yield everything, retain_pool(candidates, *pool)
         return
     for index, layer in enumerate(prompt.layers):
         inputs = _inputs(prompt, layer, scored, config)
-        sizes = (planned.num_packed, prompt.block_size)
+        sizes = (cut.num_packed, prompt.block_size)
         retention = retain(*inputs, *sizes, config, index, prompt.kernels)
         yield slice(index, index + 1), retention
 
