@@ -15,8 +15,9 @@ from vllm.v1.request import Request
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine import block_manager
 from vllm_kvselect.engine.block_manager import HeadwiseManager
+from vllm_kvselect.engine.integrity import find_violations
 from vllm_kvselect.engine.spec import HeadwiseSpec
-from vllm_kvselect.retention import cuts
+from vllm_kvselect.retention import Cut, Cuts, cuts
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 EVICTION = EvictionConfig(budget=64, window=8)
@@ -146,6 +147,32 @@ def test_resumed_request_is_capped_by_its_prompt_not_by_its_length() -> None:
     assert request.num_computed_tokens == 400
     cache.decode(request, 1)
     assert set(cache.table(request)[: cut.first_packed]) == {0}
+
+
+def test_every_cut_frees_what_lies_before_its_packed_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    several = Cuts([Cut(100, 2, 2, 4), Cut(200, 7, 3, 10), Cut(320, 12, 5, 17)])
+    monkeypatch.setattr(block_manager, "cuts", lambda *_: several)
+    cache = Cache()
+    request = cache.request("a", list(range(300)))
+
+    def check_after(num_processed: int) -> None:
+        assert find_violations(cache.kv, {"a": request}) == []
+        cut = several.last_made(num_processed)
+        num_freed = cache.table(request).count(0)
+        assert num_freed == (cut.first_packed if cut else 0)
+        assert cache.table(request)[:num_freed] == [0] * num_freed
+
+    while request.num_computed_tokens < 300:
+        cache.schedule(request, 50)
+        check_after(request.num_computed_tokens - 50)  # freed in the step after the cut
+    for num_processed in range(300, 330):
+        cache.decode(request, 1)
+        check_after(num_processed)
+    assert cache.table(request).count(0) == 12
+    # What comes after the first cut was computed from dropped context: nobody else may have it.
+    assert cache.schedule(cache.request("b", list(range(300))), 300) == 2 * BLOCK_SIZE
 
 
 def test_prompts_that_drop_nothing_are_vllms_own() -> None:

@@ -6,7 +6,9 @@ import pytest
 
 from tests.engine.simulated_server import Server, Settings
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine import block_manager
 from vllm_kvselect.engine.pool_scheduler import PoolAsyncScheduler, PoolScheduler
+from vllm_kvselect.retention import Cut, Cuts
 
 PROMPT = [*range(100)]
 
@@ -48,6 +50,15 @@ def test_a_pooled_chunk_ends_with_its_prompt(method: str, async_scheduling: bool
     generated = dict(chunks)[100]
     assert generated > 1
     assert all(length == 1 for start, length in chunks if start > 100)
+
+
+def test_a_pooled_chunk_ends_at_every_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = Cuts([Cut(41, 3, 2, 5), Cut(80, 10, 3, 13)])
+    monkeypatch.setattr(block_manager, "cuts", lambda *_: several)
+    server = RecordingServer("layer-thetakv", max_num_seqs=1)
+    server.add(PROMPT, 30)
+    scheduled = [server.scheduler.schedule().num_scheduled_tokens for _ in range(3)]
+    assert scheduled == [{"r1": 41}, {"r1": 39}, {"r1": 20}]
 
 
 @pytest.mark.parametrize("method", ["adakv", "h2o"])

@@ -28,7 +28,7 @@ INVARIANTS = {
     "hashes": "a hashed block is found by its hash, and no other block is",
     "covered": "a block table covers the tokens computed so far",
     "freed": "only the blocks before the packed ones are freed, all of them, and after the cut",
-    "private": "blocks that a cut does not just free belong to one request and are not hashed",
+    "private": "packed blocks and those after them belong to one request and are not hashed",
     "pages": "each page that a worker reads lies in a private block of the request that reads it",
 }
 """What holds after every scheduling step, by the name under which a violation is reported."""
@@ -73,10 +73,17 @@ class _Table:
         return self.request.num_computed_tokens - self.request.num_in_flight_tokens
 
     @property
-    def freed(self) -> list[int]:
-        """Indices of the blocks to free; once the request is scheduled again, all of them are."""
-        roles = (self.cuts.role(index, self.num_processed) for index in range(len(self.blocks)))
-        return [index for index, role in enumerate(roles) if role is Role.FREED]
+    def freed_by_cuts(self) -> list[list[int]]:
+        """Indices of the blocks that are freed after each cut that is made.
+
+        Those of the last one may still be held: they are freed when the request is scheduled again.
+        """
+        indices = range(len(self.blocks))
+        return [
+            [index for index in indices if cut.role(index) is Role.FREED]
+            for cut in self.cuts
+            if cut.position <= self.num_processed
+        ]
 
 
 def find_violations(kv: KVCacheManager, requests: Mapping[str, Request]) -> list[Violation]:
@@ -194,10 +201,10 @@ def _table_violations(table: _Table, block_size: int) -> Iterator[Violation]:
         tokens = f"{len(blocks)} blocks for {request.num_computed_tokens} tokens"
         yield Violation("covered", tokens, (), request_ids)
     null = [index for index, block in enumerate(blocks) if block.is_null]
-    if null and null != table.freed:
+    if null and null not in table.freed_by_cuts:
         detail = (
-            f"freed blocks {null}, to be freed {table.freed}: {table.num_processed} tokens "
-            f"processed, cuts at {[cut.position for cut in table.cuts]}"
+            f"freed blocks {null}, made cuts free {table.freed_by_cuts}: {table.num_processed} "
+            f"tokens processed, cuts at {[cut.position for cut in table.cuts]}"
         )
         yield Violation("freed", detail, (), request_ids)
     exposed = [

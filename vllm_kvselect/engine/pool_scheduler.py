@@ -1,9 +1,9 @@
-"""vLLM's schedulers, with the chunks of pooled requests ending at their cuts.
+"""vLLM's schedulers, with chunks that end at every cut of a request, where they must.
 
-A preempted request resumes with a chunk that runs past a cut. Where layers share pages, none of
-them could read what lies past it: what is retained is only known after the last one. So the chunk
-ends at the cut, and the rest comes in the next step. `SchedulerConfig.scheduler_cls` is vLLM's
-public seam for it.
+They must for pooled requests. When one resumes after preemption, its chunk may run past a cut.
+Where layers share pages, none of them could read what lies past it: what is retained is only known
+after the last layer. So the chunk ends at the cut, and the rest comes in the next step.
+`SchedulerConfig.scheduler_cls` is vLLM's public seam for it.
 """
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
