@@ -170,7 +170,7 @@ def _extra_memory(length: int, config: EvictionConfig) -> int:
     from selection import SHAPE
 
     from vllm_kvselect.kernels import cpu
-    from vllm_kvselect.methods import retain
+    from vllm_kvselect.methods.choice import retain
 
     torch.set_num_threads(1)
     num_tokens = (length - config.window) // BLOCK_SIZE * BLOCK_SIZE

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.methods import METHODS
+from vllm_kvselect.methods.registry import METHODS
 
 
 @dataclass(frozen=True)

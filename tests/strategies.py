@@ -6,6 +6,9 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.value_norms import OutputProjection
+
 BLOCK_SIZES = (4, 8, 16, 32)
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
@@ -159,3 +162,17 @@ def random_layer(
         prompt_query=torch.cat([earlier, query]).to(dtype),
         sinks=(3 + 2 * normal(shape.num_heads)).to(dtype) if with_sinks else None,
     )
+
+
+def scoring_inputs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float = 1.0,
+    value: torch.Tensor | None = None,
+    projection: OutputProjection | None = None,
+    sinks: torch.Tensor | None = None,
+    layer_index: int = 0,
+) -> ScoringInputs:
+    """What a scorer reads; without values, keys stand in for them."""
+    value = key if value is None else value
+    return ScoringInputs(query, key, value, scale, projection, sinks, layer_index)

@@ -4,7 +4,7 @@ from typer.testing import CliRunner, Result
 from vllm_kvselect import __version__
 from vllm_kvselect.cli import app
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.methods import METHODS
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.retention import cuts
 from vllm_kvselect.tiny_model import tiny_model
 

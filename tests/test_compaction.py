@@ -19,6 +19,7 @@ from tests.strategies import (
     many,
     prompt_lengths,
     random_layer,
+    scoring_inputs,
     seeds,
     some,
 )
@@ -31,7 +32,8 @@ from vllm_kvselect.compaction import (
     scatter_entries,
 )
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.methods import METHODS, retain, retain_pool, score_layer
+from vllm_kvselect.methods.choice import retain, retain_pool, score_layer
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.page_table import PageTable, headwise_page_table
 from vllm_kvselect.ranking import Candidates
 from vllm_kvselect.retention import Cut, cuts
@@ -187,11 +189,13 @@ class ToyCache:
             return
         for memory, layer in zip(self.memory, prompt.layers, strict=True):
             retention = retain(
-                layer.query,
-                layer.key[:, :num_prompt_tokens],
-                layer.value[:, :num_tokens],
-                OutputProjection.of(layer.output_projection),
-                shape.scale,
+                scoring_inputs(
+                    layer.query,
+                    layer.key[:, :num_prompt_tokens],
+                    shape.scale,
+                    layer.value[:, :num_tokens],
+                    OutputProjection.of(layer.output_projection),
+                ),
                 cut.num_packed,
                 self.block_size,
                 config,
@@ -217,13 +221,15 @@ class ToyCache:
         num_layers, num_blocks, num_heads = self.memory.shape[:3]
         candidates = [
             score_layer(
-                layer.query,
-                layer.key[:, : prompt.shape.num_prompt_tokens],
-                layer.value[:, :num_tokens],
-                OutputProjection.of(layer.output_projection),
-                prompt.shape.scale,
+                scoring_inputs(
+                    layer.query,
+                    layer.key[:, : prompt.shape.num_prompt_tokens],
+                    prompt.shape.scale,
+                    layer.value[:, :num_tokens],
+                    OutputProjection.of(layer.output_projection),
+                    layer_index=index,
+                ),
                 config,
-                index,
             )
             for index, layer in enumerate(prompt.layers)
         ]

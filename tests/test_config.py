@@ -1,11 +1,11 @@
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from vllm_kvselect.config import METHOD_NAMES, ConfigError, EvictionConfig, MethodName
+from vllm_kvselect.config import METHOD_NAMES, ConfigError, EvictionConfig
 
 REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     ({"method": "h2"}, "method = 'h2'", "'adakv-perturb'"),
@@ -122,8 +122,9 @@ def test_only_the_method_none_is_disabled(method: str) -> None:
     assert EvictionConfig.parse({"method": method}).enabled == (method != "none")
 
 
-def test_method_names_are_those_of_the_type() -> None:
-    assert get_args(MethodName) == METHOD_NAMES
+def test_an_unknown_method_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"method = 'zz' is not accepted: .*'none', .*'thetakv'"):
+        EvictionConfig.parse({"method": "zz"})
 
 
 def test_file_is_read_without_defaults(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.methods import METHODS, Method
+from vllm_kvselect.methods.registry import METHODS
 
 FILES = sorted(Path(__file__).parents[1].glob("configs/*"))
 
@@ -16,12 +16,3 @@ def test_a_configuration_is_valid(path: Path) -> None:
     assert config.method in METHODS
     command = f"#   vllm serve MODEL --kv-eviction-config configs/{path.name}\n"
     assert command in path.read_text(encoding="utf-8")
-
-
-def test_every_family_of_methods_has_one() -> None:
-    methods = [METHODS[EvictionConfig.read_file(path)["method"]] for path in FILES]
-    assert {family(method) for method in methods} == {family(m) for m in METHODS.values()}
-
-
-def family(method: Method) -> tuple[object, ...]:
-    return method.scorer, method.ranking, method.allocator, method.pooled

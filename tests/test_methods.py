@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -5,51 +7,39 @@ from hypothesis import strategies as st
 
 from tests import oracle
 from tests.method_cases import METHOD_CASES, MethodCase, every_method_case, every_pooled_case
-from tests.strategies import Layer, Shape, few, random_layer, seeds, shapes
+from tests.strategies import Layer, Shape, few, random_layer, scoring_inputs, seeds, shapes
 from vllm_kvselect.config import METHOD_NAMES
-from vllm_kvselect.methods import METHODS, Retention, retain, retain_pool, score_layer
+from vllm_kvselect.methods.choice import Retention, retain, retain_pool, score_layer
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.ranking import Candidates
-from vllm_kvselect.scoring.streaming_llm import streaming_llm_scores
+from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 
-def inputs(case: MethodCase, shape: Shape, layer: Layer) -> tuple[torch.Tensor, ...]:
-    """Query, key and value as the method is given them."""
-    query = layer.prompt_query if METHODS[case.method].whole_prompt else layer.query
-    return query, layer.key, layer.value[:, : shape.num_tokens]
-
-
-def projection(case: MethodCase, layer: Layer) -> OutputProjection | None:
-    if METHODS[case.method].perturbation:
-        return OutputProjection.of(layer.output_projection)
-    return None
+def inputs(case: MethodCase, shape: Shape, layer: Layer, layer_index: int = 0) -> ScoringInputs:
+    """What the method is given."""
+    method = METHODS[case.method]
+    query = layer.prompt_query if method.whole_prompt else layer.query
+    projection = OutputProjection.of(layer.output_projection) if method.perturbation else None
+    value = layer.value[:, : shape.num_tokens]
+    return scoring_inputs(
+        query, layer.key, shape.scale, value, projection, layer.sinks, layer_index
+    )
 
 
 def run(case: MethodCase, shape: Shape, layer: Layer, layer_index: int = 0) -> Retention:
     return retain(
-        *inputs(case, shape, layer),
-        projection(case, layer),
-        shape.scale,
+        inputs(case, shape, layer, layer_index),
         shape.num_packed,
         shape.block_size,
         case.config(window=shape.window),
-        layer_index,
-        sinks=layer.sinks,
     )
 
 
 def run_pool(case: MethodCase, shape: Shape, layers: list[Layer]) -> Retention:
     config = case.config(window=shape.window)
     candidates = [
-        score_layer(
-            *inputs(case, shape, layer),
-            projection(case, layer),
-            shape.scale,
-            config,
-            index,
-            sinks=layer.sinks,
-        )
-        for index, layer in enumerate(layers)
+        score_layer(inputs(case, shape, layer, index), config) for index, layer in enumerate(layers)
     ]
     stacked = Candidates.stack(candidates)
     return retain_pool(stacked, shape.num_packed, shape.block_size, config)
@@ -60,11 +50,12 @@ def run_oracle(
 ) -> oracle.Retained:
     lists = [
         oracle.LayerInputs(
-            *(tensor.tolist() for tensor in inputs(case, shape, layer)),
+            *(tensor.tolist() for tensor in (given.query, given.key, given.value)),
             layer.output_projection.tolist(),
             None if layer.sinks is None else layer.sinks.tolist(),
         )
         for layer in layers
+        for given in [inputs(case, shape, layer)]
     ]
     config = case.config(window=shape.window)
     packed = (shape.num_packed, shape.block_size)
@@ -177,7 +168,7 @@ def test_entries_of_the_tail_do_not_compete(case: MethodCase) -> None:
     retained = run(case, shape, layer).retained
     assert len(set(retained.tolist())) == 2 * 8
     assert int(retained.max()) < 2 * 24
-    if METHODS[case.method].scorer is streaming_llm_scores:
+    if case.method == "streaming-llm":
         sinks = min(case.config().num_sinks, 8)
         expected = [*range(sinks), *range(24 - (8 - sinks), 24)]
         assert (retained.view(2, 8) % 24).tolist() == [expected] * 2
@@ -198,5 +189,6 @@ def test_a_broken_model_does_not_break_the_bookkeeping(case: MethodCase, num_bad
 def test_perturbation_needs_the_output_projection(name: str) -> None:
     shape = Shape(1, 1, 8, 4, 1, 13, 1)
     layer, case = random_layer(shape, 0), MethodCase(name)
+    given = replace(inputs(case, shape, layer), output_projection=None)
     with pytest.raises(AssertionError):
-        retain(*inputs(case, shape, layer), None, 1.0, 1, 4, case.config(window=1))
+        retain(given, 1, 4, case.config(window=1))

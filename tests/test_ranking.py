@@ -17,7 +17,7 @@ def test_by_score_is_the_score() -> None:
 
 def test_by_bound_smooths_the_weights_and_multiplies() -> None:
     ranking = by_bound(candidates(), 1, EvictionConfig(lam=1.5))
-    weights, norms = candidates().weights, candidates().norms
+    weights, norms = candidates().stage_2, candidates().norms
     torch.testing.assert_close(ranking, (weights + 0.5) / 2.5 * norms)
 
 
@@ -36,7 +36,7 @@ def test_by_defence_puts_stage_1_first_in_order_of_attention() -> None:
 def test_stacked_layers_are_ranked_like_each_alone() -> None:
     """Norms are normalised, and stages filled, inside a layer."""
     first = candidates()
-    second = Candidates(first.scores.flip(1), first.weights.flip(1), first.weights)
+    second = Candidates(first.scores.flip(1), first.stage_2.flip(1), first.weights)
     stacked = Candidates.stack([first, second])
     for ranking in (by_score, by_bound, by_defence):
         ranked = ranking(stacked, 1, EvictionConfig())
@@ -44,29 +44,28 @@ def test_stacked_layers_are_ranked_like_each_alone() -> None:
             assert torch.equal(layer, ranking(alone, 1, EvictionConfig()))
 
 
-def test_stacked_weights_take_no_memory_of_their_own_where_they_are_the_scores() -> None:
-    layer = candidates()
-    stacked = Candidates.stack([layer, layer._replace(weights=layer.scores)])
-    assert torch.equal(stacked.weights, torch.stack([layer.weights, layer.scores]))
-    same = Candidates.stack([layer._replace(weights=layer.scores)] * 2)
-    assert same.weights is same.scores
+def test_scores_stand_in_for_weights_that_are_not_there() -> None:
+    layer = candidates()._replace(weights=None)
+    assert layer.stage_2 is layer.scores
+    stacked = Candidates.stack([layer] * 2)
+    assert stacked.weights is None
+    assert stacked.stage_2 is stacked.scores
 
 
 def test_room_for_layers_has_what_a_layer_has() -> None:
     layer = candidates()
-    same = layer._replace(weights=layer.scores, norms=None)
+    same = layer._replace(weights=None, norms=None)
     for one in (layer, same):
         room = Candidates.empty(3, one)
         for part, own in zip(room, one, strict=True):
             assert (part is None) == (own is None)
             assert part is None or own is None or part.shape == (3, *own.shape)
-        assert (room.weights is room.scores) == (one.weights is one.scores)
     for part, own in zip(Candidates.stack([layer, layer]).of_layer(1), layer, strict=True):
         assert part is not None
         assert own is not None
         assert torch.equal(part, own)
     shared = Candidates.stack([same, same]).of_layer(1)
-    assert shared.weights is shared.scores
+    assert shared.weights is None
     assert shared.norms is None
 
 

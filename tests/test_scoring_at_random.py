@@ -4,14 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import oracle
-from tests.strategies import kv_heads, many
+from tests.strategies import kv_heads, many, scoring_inputs
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scoring.at_random import random_scores
 
 
 def scores(num_kv_heads: int, num_scored: int, seed: int = 0, layer: int = 0) -> torch.Tensor:
     query, key = torch.empty(4, num_kv_heads, 8), torch.empty(num_kv_heads, num_scored + 4, 8)
-    return random_scores(query, key, 1.0, EvictionConfig(seed=seed), layer)
+    return random_scores(scoring_inputs(query, key, layer_index=layer), EvictionConfig(seed=seed))
 
 
 @many

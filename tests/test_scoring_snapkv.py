@@ -6,7 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import oracle
-from tests.strategies import Layer, Shape, few, kv_heads, many, random_layer, seeds, shapes, some
+from tests.strategies import (
+    Layer,
+    Shape,
+    few,
+    kv_heads,
+    many,
+    random_layer,
+    scoring_inputs,
+    seeds,
+    shapes,
+    some,
+)
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scoring.snapkv import max_pool, mean_pool, snapkv_scores, window_attention
 
@@ -53,7 +64,9 @@ def check_scores(
     """Compares with the oracle and returns the bound."""
     layer = random_layer(shape, seed, dtype, with_sinks=with_sinks)
     config = EvictionConfig(kernel_size=kernel_size)
-    scores = snapkv_scores(layer.query, layer.key, shape.scale, config, sinks=layer.sinks)
+    scores = snapkv_scores(
+        scoring_inputs(layer.query, layer.key, shape.scale, sinks=layer.sinks), config
+    )
     assert scores.dtype == torch.promote_types(dtype, torch.float32)
     assert scores.shape == (shape.num_kv_heads, shape.num_prompt_tokens - shape.window)
     sinks = None if layer.sinks is None else layer.sinks.tolist()
@@ -95,7 +108,7 @@ def test_options_equal_the_oracle(
 ) -> None:
     layer, options = random_layer(shape, seed), (pooling, group_reduction)
     config = EvictionConfig.parse({"pooling": pooling, "group_reduction": group_reduction})
-    scores = snapkv_scores(layer.query, layer.key, shape.scale, config)
+    scores = snapkv_scores(scoring_inputs(layer.query, layer.key, shape.scale), config)
     lists = layer.query.tolist(), layer.key.tolist()
     expected = oracle.snapkv_scores(*lists, shape.scale, 7, *options)
     reference = torch.tensor(expected, dtype=torch.float64)
@@ -106,7 +119,7 @@ def test_options_equal_the_oracle(
 @given(shapes(max_tokens=32), seeds)
 def test_attention_weights_row_by_row(shape: Shape, seed: int) -> None:
     layer = random_layer(shape, seed)
-    weights = window_attention(layer.query, layer.key, shape.scale)
+    weights = window_attention(scoring_inputs(layer.query, layer.key, shape.scale))
     expected = oracle.window_attention(layer.query.tolist(), layer.key.tolist(), shape.scale)
     reference = torch.tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(weights, reference, rtol=1e-12, atol=1e-300)
@@ -118,7 +131,7 @@ def test_attention_weights_row_by_row(shape: Shape, seed: int) -> None:
 def test_a_sink_takes_the_same_share_of_every_token(shape: Shape, seed: int) -> None:
     layer = random_layer(shape, seed, with_sinks=True)
     with_sinks, without = (
-        window_attention(layer.query, layer.key, shape.scale, sinks)
+        window_attention(scoring_inputs(layer.query, layer.key, shape.scale, sinks=sinks))
         for sinks in (layer.sinks, None)
     )
     left = with_sinks.sum(-1, keepdim=True)
@@ -126,7 +139,7 @@ def test_a_sink_takes_the_same_share_of_every_token(shape: Shape, seed: int) -> 
     torch.testing.assert_close(with_sinks, without * left, rtol=1e-12, atol=1e-300)
     # A logit that nobody notices.
     faint = torch.full((shape.num_heads,), -1e4, dtype=torch.float64)
-    weights = window_attention(layer.query, layer.key, shape.scale, faint)
+    weights = window_attention(scoring_inputs(layer.query, layer.key, shape.scale, sinks=faint))
     torch.testing.assert_close(weights, without, rtol=1e-14, atol=0)
 
 
@@ -134,7 +147,7 @@ def test_a_sink_takes_the_same_share_of_every_token(shape: Shape, seed: int) -> 
 @given(shapes(max_tokens=32), seeds)
 def test_no_query_sees_a_later_token(shape: Shape, seed: int) -> None:
     layer = random_layer(shape, seed)
-    weights = window_attention(layer.query, layer.key, shape.scale)
+    weights = window_attention(scoring_inputs(layer.query, layer.key, shape.scale))
     by_query = weights.view(shape.num_kv_heads, shape.group, shape.window, -1)
     for index in range(shape.window):
         position = shape.num_prompt_tokens - shape.window + index
@@ -162,14 +175,18 @@ def test_a_query_is_read_with_the_strides_it_has() -> None:
     config = EvictionConfig()
     fused = torch.cat([layer.query, torch.zeros(5, 4, 8, dtype=torch.float64)], dim=1)
     by_token = layer.key.transpose(0, 1).contiguous()
-    scores = snapkv_scores(fused[:, :6], by_token.transpose(0, 1), shape.scale, config)
-    assert torch.equal(scores, snapkv_scores(layer.query, layer.key, shape.scale, config))
+    scores = snapkv_scores(
+        scoring_inputs(fused[:, :6], by_token.transpose(0, 1), shape.scale), config
+    )
+    assert torch.equal(
+        scores, snapkv_scores(scoring_inputs(layer.query, layer.key, shape.scale), config)
+    )
 
 
 def test_inputs_are_not_written_to() -> None:
     shape = Shape(2, 2, 8, 4, 5, 21, 1)
     layer = random_layer(shape, 0)
     query, key = layer.query.clone(), layer.key.clone()
-    snapkv_scores(layer.query, layer.key, shape.scale, EvictionConfig())
+    snapkv_scores(scoring_inputs(layer.query, layer.key, shape.scale), EvictionConfig())
     assert torch.equal(layer.query, query)
     assert torch.equal(layer.key, key)

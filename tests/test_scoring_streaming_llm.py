@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import oracle
-from tests.strategies import kv_heads, many, windows
+from tests.strategies import kv_heads, many, scoring_inputs, windows
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scoring.streaming_llm import streaming_llm_scores
 
@@ -16,7 +16,7 @@ def test_sinks_come_first_then_the_latest(
     query = torch.empty(window, num_kv_heads, 8)
     key = torch.empty(num_kv_heads, num_scored + window, 8)
     config = EvictionConfig(num_sinks=num_sinks)
-    scores = streaming_llm_scores(query, key, 1.0, config)
+    scores = streaming_llm_scores(scoring_inputs(query, key, 1.0), config)
     assert scores.shape == (num_kv_heads, num_scored)
     assert scores.dtype == torch.float32
     expected = oracle.streaming_llm_order(num_scored, num_sinks)

@@ -68,7 +68,7 @@ def tiny_model_command() -> None:
 def methods_command() -> None:
     """List the methods: what each retains, its cost, its limits, its paper."""
     # Here, because the methods need torch, and the other commands answer without it.
-    from vllm_kvselect.methods import METHODS
+    from vllm_kvselect.methods.registry import METHODS
 
     table = Table("method", "retains", "cost per layer", "limits", "published in", show_lines=True)
     table.columns[0].no_wrap = True

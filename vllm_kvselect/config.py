@@ -7,26 +7,9 @@ from typing import Annotated, Any, Literal, Self, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-MethodName = Literal[
-    "none",
-    "streaming-llm",
-    "random",
-    "h2o",
-    "h2o-perturb",
-    "snapkv",
-    "snapkv-perturb",
-    "adakv",
-    "adakv-perturb",
-    "defensivekv",
-    "thetakv",
-    "pyramidkv",
-    "pyramidkv-perturb",
-    "ada-pyramidkv",
-    "ada-pyramidkv-perturb",
-    "layer-defensivekv",
-    "layer-thetakv",
-]
-METHOD_NAMES: tuple[str, ...] = get_args(MethodName)
+from vllm_kvselect.methods.registry import METHODS
+
+METHOD_NAMES: tuple[str, ...] = ("none", *METHODS)
 
 OverrideName = Literal["method", "budget"]
 OVERRIDE_NAMES: tuple[str, ...] = get_args(OverrideName)
@@ -53,7 +36,7 @@ class EvictionConfig(BaseModel):
     """What is retained of a prompt's KV cache once the prompt is prefilled.
 
     Attributes:
-        method: Scorer and allocator, a key of `vllm_kvselect.methods.METHODS`; `none` is stock.
+        method: Scorer and allocator, a key of `methods.registry.METHODS`; `none` is stock.
         budget: Entries retained per KV head per layer, averaged over a layer's heads, or over those
             of all layers that share pages; observation window included. An `int` counts entries, a
             `float` is a fraction of the prompt.
@@ -84,7 +67,7 @@ class EvictionConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    method: MethodName = "adakv-perturb"
+    method: str = "adakv-perturb"
     budget: int | float = 1024
     window: Annotated[int, Field(ge=1)] = 32
     kernel_size: Annotated[int, Field(ge=1)] = 7
@@ -103,6 +86,13 @@ class EvictionConfig(BaseModel):
     decode_attention: Literal["backend", "xformers"] = "backend"
     allow_override: tuple[OverrideName, ...] = ()
     check_integrity: bool = False
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _method_is_known(cls, method: Any) -> Any:
+        if method not in METHOD_NAMES:
+            raise ValueError(f"the methods are {', '.join(map(repr, METHOD_NAMES))}")
+        return method
 
     @field_validator("budget")
     @classmethod

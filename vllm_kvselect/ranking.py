@@ -1,6 +1,6 @@
 """Ranking: what allocation counts, and selection ranks by unless it has stages of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -15,38 +15,47 @@ class Candidates(NamedTuple):
 
     Attributes:
         scores: What stage 1 ranks by, `[..., num_kv_heads, num_tokens]`, not negative.
-        weights: What stage 2 multiplies by the norms, of the same shape.
+        weights: What stage 2 multiplies by the norms, of the same shape; None for the scores.
         norms: Projected value norms, of the same shape; None where they are computed once the
             budgets are known, or not at all.
     """
 
     scores: torch.Tensor
-    weights: torch.Tensor
-    norms: torch.Tensor | None
+    weights: torch.Tensor | None = None
+    norms: torch.Tensor | None = None
 
     @classmethod
     def stack(cls, layers: Sequence[Self]) -> Self:
         """Stacks layers in order: `[num_layers, num_kv_heads, num_tokens]`."""
+        scores = torch.stack([layer.scores for layer in layers])
+        weights = [layer.weights for layer in layers if layer.weights is not None]
         norms = [layer.norms for layer in layers if layer.norms is not None]
-        scores = weights = torch.stack([layer.scores for layer in layers])
-        if any(layer.weights is not layer.scores for layer in layers):
-            weights = torch.stack([layer.weights for layer in layers])
-        return cls(scores, weights, torch.stack(norms) if norms else None)
+        return cls(
+            scores,
+            torch.stack(weights) if weights else None,
+            torch.stack(norms) if norms else None,
+        )
 
     @classmethod
     def empty(cls, num_layers: int, layer: Self) -> Self:
         """Room for layers like one, `[num_layers, num_kv_heads, num_tokens]`."""
-        scores = weights = layer.scores.new_empty(num_layers, *layer.scores.shape)
-        if layer.weights is not layer.scores:
-            weights = torch.empty_like(scores)
-        return cls(scores, weights, None if layer.norms is None else torch.empty_like(scores))
+        scores, weights, norms = (
+            None if part is None else part.new_empty(num_layers, *part.shape) for part in layer
+        )
+        assert scores is not None
+        return cls(scores, weights, norms)
 
     def of_layer(self, index: int) -> Self:
         """The candidates of one of the stacked layers."""
-        scores = weights = self.scores[index]
-        if self.weights is not self.scores:
-            weights = self.weights[index]
-        return type(self)(scores, weights, None if self.norms is None else self.norms[index])
+        weights, norms = (
+            None if part is None else part[index] for part in (self.weights, self.norms)
+        )
+        return type(self)(self.scores[index], weights, norms)
+
+    @property
+    def stage_2(self) -> torch.Tensor:
+        """What stage 2 multiplies by the norms."""
+        return self.scores if self.weights is None else self.weights
 
 
 def by_score(candidates: Candidates, even: int, config: EvictionConfig) -> torch.Tensor:
@@ -54,8 +63,8 @@ def by_score(candidates: Candidates, even: int, config: EvictionConfig) -> torch
 
     Args:
         candidates: The competing entries.
-        even: Even budget of a head in entries, unused.
-        config: Unused; every ranking has this signature.
+        even: Even budget of a head in entries; not needed here.
+        config: Has no parameter for it.
 
     Returns:
         `[..., num_kv_heads, num_tokens]`.
@@ -68,14 +77,14 @@ def by_bound(candidates: Candidates, even: int, config: EvictionConfig) -> torch
 
     Args:
         candidates: The competing entries, with norms.
-        even: Unused.
+        even: Even budget of a head in entries; not needed here.
         config: Gives `lam`.
 
     Returns:
         `[..., num_kv_heads, num_tokens]`.
     """
     assert candidates.norms is not None
-    return smoothed(candidates.weights, config.lam) * candidates.norms
+    return smoothed(candidates.stage_2, config.lam) * candidates.norms
 
 
 def by_defence(candidates: Candidates, even: int, config: EvictionConfig) -> torch.Tensor:
@@ -97,5 +106,11 @@ def by_defence(candidates: Candidates, even: int, config: EvictionConfig) -> tor
     assert norms is not None
     total = norms.sum(dim=-2, keepdim=True).clamp_(min=torch.finfo(norms.dtype).tiny)
     stage_1 = mass_mask(candidates.scores, config.mass, even)
-    products = candidates.weights * (norms / total)
+    products = candidates.stage_2 * (norms / total)
     return torch.where(stage_1, 2 + candidates.scores, products)
+
+
+Ranking = Callable[[Candidates, int, EvictionConfig], torch.Tensor]
+"""`(candidates, even, config)` -> what allocation counts, of the candidates' shape."""
+
+RANKINGS: Mapping[str, Ranking] = {"score": by_score, "bound": by_bound, "defence": by_defence}

@@ -20,10 +20,10 @@ from tests import oracle
 from tests.engine.flash_attention import FP8, PADDING, attention
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.flash_attention import HeadwiseFlashAttentionBackend
-from vllm_kvselect.engine.prompts import Prompt
 from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.engine.step.request import Request as LiveRequest
 from vllm_kvselect.kernels.base import Kernels
-from vllm_kvselect.methods import METHODS
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.tiny_model import tiny_model
 
@@ -67,7 +67,7 @@ class Request:
     key: torch.Tensor
     value: torch.Tensor
     read: dict[str, torch.Tensor]
-    prompt: Prompt
+    prompt: LiveRequest
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     retained: dict[tuple[int, int], list[int]] = field(default_factory=dict)
@@ -125,8 +125,8 @@ class Layers:
                 eviction=eviction,
             )
             self.builder = backend.get_builder_cls()(spec, names, config, torch.device("cpu"))
-        self.prompts: list[Prompt] = []
-        self.state = self.builder.start(NUM_BLOCKS, self._prompts_of, kernels)
+        self.prompts: list[LiveRequest] = []
+        self.state = self.builder.start(NUM_BLOCKS, self._requests_of, kernels)
         self.block_table = torch.zeros(MAX_NUM_SEQS, MAX_MODEL_LEN // BLOCK_SIZE).int()
         self.seq_lens = torch.zeros(MAX_NUM_SEQS, dtype=torch.int32)
         self.free = [*range(1, NUM_BLOCKS)]
@@ -155,8 +155,8 @@ class Layers:
     def _randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.random).to(self.dtype)
 
-    def _prompts_of(self, common: CommonAttentionMetadata) -> list[Prompt]:
-        nothing = Prompt(0, self.eviction, None)
+    def _requests_of(self, common: CommonAttentionMetadata) -> list[LiveRequest]:
+        nothing = LiveRequest(0, self.eviction, None)
         return self.prompts + [nothing] * (common.num_reqs - len(self.prompts))
 
     def request(self, num_prompt_tokens: int, num_tokens: int) -> Request:
@@ -176,7 +176,7 @@ class Layers:
                 read["q"] = tensors["q"].double()
             else:
                 tensors["q"] = codes["q"]
-        prompt = Prompt.planned(num_prompt_tokens, BLOCK_SIZE, self.eviction)
+        prompt = LiveRequest.planned(num_prompt_tokens, BLOCK_SIZE, self.eviction)
         return Request(*tensors.values(), read, prompt)
 
     def preempt(self, request: Request) -> None:
@@ -212,7 +212,7 @@ class Layers:
         # With speculation the host knows an upper bound of what a decoding row has come to.
         bounds = self.seq_lens[:num_rows].clone()
         for row, (request, num_new) in enumerate(rows):
-            if request.num_computed >= request.prompt.num_tokens:
+            if request.num_computed >= request.prompt.num_prompt_tokens:
                 bounds[row] += num_new - 1
         num_tokens = max(int(starts[-1]), num_rows if num_rows > len(rows) else 0)
         slot_mapping = torch.full((num_tokens,), PADDING)

@@ -182,6 +182,11 @@ def stage_1_scores(base: str, layer: Layer, config: Any, index: int) -> torch.Te
     if base == "random":
         drawn = oracle.random_scores(config.seed, index, num_kv_heads, num_scored)
         return torch.tensor(drawn, dtype=torch.float64)
+    if base == "keydiff":
+        units = layer.key / layer.key.norm(dim=-1, keepdim=True)
+        anchor = units.mean(0)
+        cosines = (units * anchor).sum(-1) / anchor.norm(dim=-1)
+        return 1 - cosines[:num_scored].T
     by_member = (num_kv_heads, layer.group, -1, len(layer.query))
     if base == "h2o":
         return rows(layer, 0).view(by_member).sum(2).mean(1)[:, :num_scored]

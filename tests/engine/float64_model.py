@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tests.engine.float64 import Expected, Layer, expect, tail_begin
 from tests.method_cases import MethodCase
-from vllm_kvselect.methods import METHODS
+from vllm_kvselect.methods.registry import METHODS
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`(layer, query, key, value)`, `[num_tokens, heads, head_size]` each -> output like the query."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vllm_kvselect.engine.cpu_backend import HeadwiseCPUAttentionImpl
+from vllm_kvselect.engine.step.packing import Packing
 
 
 class Recorder:
@@ -38,11 +39,11 @@ class Recorder:
                 self._parts[key][name].append(tensor[starts[row] : starts[row + 1]].clone())
 
     def retain(
-        self, completion: Any, layer: int, retained: torch.Tensor, num_heads: int, num_tokens: int
+        self, packing: Packing, layer: int, retained: torch.Tensor, num_heads: int, num_tokens: int
     ) -> None:
         pairs = {divmod(index, num_tokens) for index in retained.tolist()}
         assert all(head < num_heads for head, _ in pairs)
-        self.retained[completion.cut.position, layer] = pairs
+        self.retained[packing.cut.position, layer] = pairs
 
 
 @contextmanager
@@ -52,8 +53,8 @@ def recording(runner: Any) -> Iterator[Recorder]:
     Prompts must have different lengths, which tell requests apart.
     """
     recorder = Recorder()
-    forward, retain = HeadwiseCPUAttentionImpl.forward, HeadwiseCPUAttentionImpl._retain
-    retain_pool = HeadwiseCPUAttentionImpl._retain_pool
+    forward = HeadwiseCPUAttentionImpl.forward
+    choose, choose_pool = Packing.choose, Packing.choose_pool
 
     def forward_recorded(
         self: Any,
@@ -69,26 +70,27 @@ def recording(runner: Any) -> Iterator[Recorder]:
         result = forward(self, layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         tensors = {"query": query, "key": key, "value": value, "output": output}
         if self.sliding_window == -1:
-            recorder.add(runner, self._layer_index, tensors)
+            recorder.add(runner, self.layer_index, tensors)
         return result
 
-    def retain_recorded(self: Any, candidates: Any, value: Any, completion: Any) -> Any:
-        result = retain(self, candidates, value, completion)
+    def choose_recorded(self: Packing, layer: Any, candidates: Any, value: Any) -> Any:
+        result = choose(self, layer, candidates, value)
         shape = candidates.scores.shape
-        recorder.retain(completion, self._layer_index, result.retained, *shape)
+        recorder.retain(self, layer.layer_index, result.retained, *shape)
         return result
 
-    def retain_pool_recorded(self: Any, candidates: Any, completion: Any) -> Any:
-        result = retain_pool(self, candidates, completion)
-        num_layers, num_heads, num_tokens = candidates.scores.shape
+    def choose_pool_recorded(self: Packing, layer: Any) -> Any:
+        result = choose_pool(self, layer)
+        assert self._kept is not None
+        num_layers, num_heads, num_tokens = self._kept.stacked.scores.shape
         of_layer = result.retained // (num_heads * num_tokens)
-        for layer in range(num_layers):
-            own = result.retained[of_layer == layer] - layer * num_heads * num_tokens
-            recorder.retain(completion, layer, own, num_heads, num_tokens)
+        for index in range(num_layers):
+            own = result.retained[of_layer == index] - index * num_heads * num_tokens
+            recorder.retain(self, index, own, num_heads, num_tokens)
         return result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeadwiseCPUAttentionImpl, "forward", forward_recorded)
-        patch.setattr(HeadwiseCPUAttentionImpl, "_retain", retain_recorded)
-        patch.setattr(HeadwiseCPUAttentionImpl, "_retain_pool", retain_pool_recorded)
+        patch.setattr(Packing, "choose", choose_recorded)
+        patch.setattr(Packing, "choose_pool", choose_pool_recorded)
         yield recorder

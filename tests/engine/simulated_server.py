@@ -164,7 +164,6 @@ class Server:
             settings.eviction,
             settings.num_blocks,
             settings.block_size,
-            settings.max_num_seqs,
             MAX_MODEL_LEN,
             self._sample,
             lambda request_id: self.all[request_id].eviction,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -18,9 +19,13 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, Split, Splitter
-from vllm_kvselect.engine.prompts import LivePrompts
-from vllm_kvselect.engine.state import RetentionState
+from vllm_kvselect.engine.step.packing import Packing
+from vllm_kvselect.engine.step.request import LiveRequests, Phase
+from vllm_kvselect.engine.step.sequences import HeadwiseBatch
+from vllm_kvselect.engine.step.split import Observation, Split, Splitter, StockPart
+from vllm_kvselect.engine.step.state import RetentionState
+from vllm_kvselect.scoring import h2o
+from vllm_kvselect.scoring.inputs import ScoringInputs
 
 NUM_LAYERS, NUM_KV_HEADS = 2, 2
 CODES = np.arange(NUM_LAYERS * NUM_KV_HEADS).reshape(NUM_LAYERS, NUM_KV_HEADS)
@@ -96,6 +101,18 @@ class Row:
         return min(self.seq_len, self.retained.position) if self.retained else self.seq_len
 
 
+def tags_of_queries(inputs: ScoringInputs) -> torch.Tensor:
+    """In place of attention summed up: each query leaves its tag at its own key."""
+    tags = torch.zeros(inputs.key.shape[:2], dtype=torch.int64)
+    tags[:, inputs.num_scored :] = inputs.query.flatten()
+    return tags
+
+
+def queries_of(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
+    """In place of a scorer: the tags of the queries that it would look through."""
+    return inputs.query.flatten()
+
+
 class TaggedWorker:
     """Executes what a scheduler schedules.
 
@@ -103,7 +120,6 @@ class TaggedWorker:
         eviction: The server's configuration.
         num_blocks: Blocks of the cache.
         block_size: Tokens per block.
-        max_num_seqs: Requests that run at once.
         max_len: Longest request.
         sample: `sample(request_id, index)`: the output token of a request at an index.
         eviction_of: The configuration that each request must be served with, by its id.
@@ -115,7 +131,6 @@ class TaggedWorker:
         eviction: EvictionConfig,
         num_blocks: int,
         block_size: int,
-        max_num_seqs: int,
         max_len: int,
         sample: Callable[[str, int], int],
         eviction_of: Callable[[str], EvictionConfig],
@@ -127,20 +142,12 @@ class TaggedWorker:
         self.rows: list[Row] = []
         self.damaged: set[str] = set()  # requests that may read what they like
         self.cache = np.zeros((NUM_LAYERS, num_blocks, NUM_KV_HEADS, block_size), dtype=np.int64)
-        self.state = RetentionState(num_blocks, NUM_LAYERS, NUM_KV_HEADS, max_num_seqs)
-        self.prompts = LivePrompts(eviction, block_size)
+        self.state = RetentionState(num_blocks, NUM_LAYERS, NUM_KV_HEADS)
+        self.live = LiveRequests(eviction, block_size)
         self.splitter = Splitter(
-            eviction.window,
-            self.state,
-            lambda _: [self.prompts[row.request_id] for row in self.rows],
-            block_size,
-            NUM_KV_HEADS,
-            (1, 1),
-            torch.int64,
+            self.state, lambda _: [self.live[row.request_id] for row in self.rows], block_size
         )
         self._tag_of: dict[tuple[object, ...], int] = {}
-        self._max_windows, self._num_windows = max_num_seqs, 0
-        self._opened: dict[str, int] = {}
         self.num_completions = self.num_headwise = self.num_resumed_past_prompt = 0
         self.num_windows_in_chunks = self.num_whole_prompts = self.num_pools = 0
         self.num_mixed = 0
@@ -161,8 +168,8 @@ class TaggedWorker:
         self.random.shuffle(self.rows)
 
     def _update(self, output: SchedulerOutput) -> None:
-        self.prompts.update(output)
-        self.prompts.finish_packing()
+        self.live.update(output)
+        self.live.finish_packing()
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
         for new in output.scheduled_new_reqs:
@@ -227,18 +234,27 @@ class TaggedWorker:
         common = self._metadata(query_start)
         split = self.splitter.split(common)
         if split is None:
-            split = Split(common, None, [], [], [], None)
+            split = Split([StockPart(None, common)], [], [], [])
         self._read_stock(split)
         tokens = [row.tags[row.num_computed : row.seq_len] for row in self.rows]
         queries = torch.from_numpy(np.concatenate(tokens))
-        for window in split.partial_windows:
-            window.queries[:] = queries[window.tokens][:, None, None]
-            self.num_windows_in_chunks += 1
-        for chunk in split.prompt_chunks:
-            chunk.sums[:, :, chunk.first_position : chunk.end] += queries[chunk.tokens]
-        self._note_windows()
-        self._complete(split, queries)
-        self._read_headwise(split.headwise, queries)
+        for observation in split.observations:
+            self._observe(observation, queries[observation.tokens])
+        self._complete(split)
+        require(len(split.after) < 2, "tokens past their cuts are in several parts")
+        for part in split.after or [None]:
+            assert part is None or isinstance(part, HeadwiseBatch)
+            self._read_headwise(part, queries)
+
+    def _observe(self, observation: Observation, tags: torch.Tensor) -> None:
+        """Observers see tags for queries; sums of attention gather the tags of their queries."""
+        end = observation.first_position + len(tags)
+        self.num_windows_in_chunks += end < observation.observer.num_tokens
+        with patch.object(h2o, "accumulate", tags_of_queries):
+            for layer in range(NUM_LAYERS):
+                key = torch.empty(NUM_KV_HEADS, end, 1)
+                inputs = ScoringInputs(tags[:, None, None], key, key, 1.0, layer_index=layer)
+                observation.observer.observe(inputs, observation.first_position)
 
     def _entries(self, row: Row, positions: np.ndarray) -> np.ndarray:
         """Entries of some tokens, `[num_tokens, num_layers, num_kv_heads]`."""
@@ -264,11 +280,13 @@ class TaggedWorker:
     def _read_stock(self, split: Split) -> None:
         """vLLM's own attention reads every token from a request's first one on."""
         rows = [row for row in self.rows if row.num_computed < row.stock_len]
-        if split.stock is None:
+        if not split.before:
             require(not rows, "no prompt tokens are vLLM's")
             return
-        require(split.stock.num_reqs == len(rows), "not all prompt tokens are vLLM's")
-        tables, seq_lens = split.stock.block_table_tensor.numpy(), split.stock.seq_lens.tolist()
+        (part,) = split.before
+        assert isinstance(part, StockPart)
+        require(part.common.num_reqs == len(rows), "not all prompt tokens are vLLM's")
+        tables, seq_lens = part.common.block_table_tensor.numpy(), part.common.seq_lens.tolist()
         for row, table, seq_len in zip(rows, tables, seq_lens, strict=True):
             require(seq_len == row.stock_len, row.request_id, "is cut at the wrong token")
             self._compare(row, table, seq_len, "prefill")
@@ -281,16 +299,7 @@ class TaggedWorker:
             first = int(wrong.any(axis=(1, 2)).argmax())
             require(False, f"{what} of {row.request_id} read a wrong entry of token {first}")
 
-    def _note_windows(self) -> None:
-        for row in self.rows:
-            if row.retained is None:
-                continue
-            start = row.retained.position - self.eviction.window
-            if row.num_computed <= start < row.seq_len < row.retained.position:
-                self._num_windows += 1
-                self._opened[row.request_id] = self._num_windows
-
-    def _complete(self, split: Split, queries: torch.Tensor) -> None:
+    def _complete(self, split: Split) -> None:
         rows = [
             row
             for row in self.rows
@@ -298,53 +307,43 @@ class TaggedWorker:
         ]
         require(len(rows) == len(split.completions), "other prompts are packed")
         for row, completion in zip(rows, split.completions, strict=True):
-            require(completion.eviction == row.eviction, row.request_id, "has other settings")
-            self._check_queries(row, completion, queries)
-            if completion.later is None:
-                self._pack(row, completion)
+            packing = completion.packing
+            require(packing.eviction == row.eviction, row.request_id, "has other settings")
+            self._check_queries(row, packing)
+            packing.request.phase = Phase.SCORED
+            if packing.waits:
+                packing.finish_all = partial(self._pack, row, packing)  # type: ignore[method-assign]
             else:
-                completion.later.append(partial(self._pack, row, completion))
+                self._pack(row, packing)
 
-    def _check_queries(self, row: Row, completion: Completion, queries: torch.Tensor) -> None:
-        if row.eviction.method != "h2o":
-            self._check_window(row, completion, queries)
-            return
-        assert row.retained is not None
-        assert completion.sums is not None
-        # Each of the prompt's queries was added once, to the sums of the right request.
-        expected = np.broadcast_to(row.tags[: row.retained.position], completion.sums.shape)
-        require(np.array_equal(completion.sums, expected), row.request_id, "sums other queries")
-        self.num_whole_prompts += 1
-
-    def _check_window(self, row: Row, completion: Completion, queries: torch.Tensor) -> None:
+    def _check_queries(self, row: Row, packing: Packing) -> None:
+        """The observer has seen the window's queries, or each of the prompt's once."""
         assert row.retained is not None
         window, position = self.eviction.window, row.retained.position
-        expected = row.tags[max(0, position - window) : position]
-        read = queries[completion.window_tokens].numpy()
-        if completion.earlier_queries is not None:
-            earlier = completion.earlier_queries.numpy()[:, :, 0, 0]
-            require((earlier == earlier[0]).all(), row.request_id, "layers' windows differ")
-            read = np.concatenate((earlier[0], read))
-        elif len(read) < window:
-            # Windows of prefills that were cut off may push a waiting one out: contracts.md.
-            later = self._num_windows - self._opened.get(row.request_id, self._num_windows)
-            require(later >= self._max_windows, row.request_id, "lost its window")
-            expected = expected[-len(read) :]
-        require(np.array_equal(read, expected), row.request_id, "scores with other queries")
+        expected = row.tags[position - window : position]
+        key = torch.empty(NUM_KV_HEADS, position, 1)
+        for layer in range(NUM_LAYERS):
+            inputs = ScoringInputs(key[:0], key, key, 1.0, layer_index=layer)
+            observer = packing.request.observed_by(NUM_LAYERS)
+            seen = observer.scores(inputs, queries_of, row.eviction)
+            if row.eviction.method == "h2o":
+                expected = np.broadcast_to(row.tags[: position - window], seen.shape)
+            require(np.array_equal(seen, expected), row.request_id, "scores with other queries")
+        self.num_whole_prompts += row.eviction.method == "h2o"
 
-    def _pack(self, row: Row, completion: Completion) -> None:
+    def _pack(self, row: Row, packing: Packing) -> None:
         assert row.retained
-        self._compare(row, completion.blocks.numpy(), row.retained.position, "selection")
+        self._compare(row, packing.blocks.numpy(), row.retained.position, "selection")
         num_freed, tail_start = row.retained.num_freed, row.retained.tail_start
         # Deterministic, as selection is: a resumed request retains what it retained before.
         random = Random(f"{row.request_id} retains")
         row.packed = []
         num_handed_out = 0
-        self.num_pools += completion.is_pooled
-        packed = completion.blocks[num_freed:tail_start].tolist()
+        self.num_pools += packing.is_pooled
+        packed = packing.blocks[num_freed:tail_start].tolist()
         # One run of pages for all layers, or one for each.
         for layers in (
-            [[*range(NUM_LAYERS)]] if completion.is_pooled else [[i] for i in range(NUM_LAYERS)]
+            [[*range(NUM_LAYERS)]] if packing.is_pooled else [[i] for i in range(NUM_LAYERS)]
         ):
             codes = CODES[layers].flatten()
             num_pages = len(packed) * len(codes)
@@ -363,10 +362,12 @@ class TaggedWorker:
             for layer, of_layer in zip(layers, pages, strict=True):
                 self.cache[layer, packed] = of_layer
             ends = num_handed_out + torch.tensor([0, *cuts, num_pages])
-            offsets = self.state.offsets[completion.first_packed_block, layers[0] : layers[-1] + 1]
+            offsets = self.state.offsets[packing.first_packed_block, layers[0] : layers[-1] + 1]
             offsets.copy_(ends.unfold(0, NUM_KV_HEADS + 1, NUM_KV_HEADS))
             num_handed_out += num_pages
         self.num_completions += 1
+        packing.request.phase, packing.request.packing = Phase.PACKED, None
+        self.state.complete(packing.request)
 
     def _read_headwise(self, batch: HeadwiseBatch | None, queries: torch.Tensor) -> None:
         """Tokens past their prompt read what was retained, then the tail."""

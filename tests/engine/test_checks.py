@@ -32,7 +32,7 @@ from vllm_kvselect.engine.checks import (
 from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.pool_scheduler import PoolAsyncScheduler, PoolScheduler
 from vllm_kvselect.engine.spec import HeadwiseSpec, WindowSpec
-from vllm_kvselect.methods import METHODS
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.tiny_model import tiny_model
 
 STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"

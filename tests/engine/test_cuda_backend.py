@@ -37,12 +37,12 @@ from tests.kernels.unsynchronised import unsynchronised
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine.cuda_tables import buffer_bytes
 from vllm_kvselect.engine.flash_attention import HeadwiseFlashAttentionBackend
-from vllm_kvselect.engine.headwise import HeadwiseMetadata
 from vllm_kvselect.engine.platforms import PLATFORMS
+from vllm_kvselect.engine.step.split import Split
 from vllm_kvselect.engine.triton_attention import HeadwiseTritonAttentionBackend
 from vllm_kvselect.engine.warm_up import warm_up
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
-from vllm_kvselect.methods import METHODS
+from vllm_kvselect.methods.registry import METHODS
 
 pytest.importorskip("triton")
 from vllm_kvselect.kernels import cuda
@@ -154,11 +154,11 @@ def test_rows_without_a_cut_keep_vllms_call_beside_rows_with_one(backend: Any) -
     layers = make_layers(backend)
     long, short = layers.request(100, 110), layers.request(20, 30)
     stock = layers.step((long, 100), (short, 20))
-    assert isinstance(stock, HeadwiseMetadata)
-    assert stock.split.stock_tokens is None  # all of the batch, untouched
+    assert isinstance(stock, Split)
+    assert [part.tokens for part in stock.before] == [None]  # all of the batch, untouched
     mixed = layers.step((long, 2), (short, 1))
-    assert mixed.stock.num_actual_tokens == 1
-    assert mixed.split.headwise.max_query_len == 2
+    assert [part.metadata.num_actual_tokens for part in mixed.before] == [1]
+    assert [part.max_query_len for part in mixed.after] == [2]
 
 
 # With fp8 queries vLLM's Triton kernel rounds weights to fp8 too; see the next test.
@@ -187,7 +187,7 @@ def test_the_view_gives_bit_for_bit_what_vllms_call_gives(kv_cache_dtype: str) -
     rows = (short, 1), (other, 1)
     common = layers.common(rows)
     through_view = layers.builder.build(0, common)
-    assert isinstance(through_view, HeadwiseMetadata)
+    assert isinstance(through_view, Split)
     layers.builder.largest_full_graph = 0
     stock = layers.builder.build(0, common)
     assert isinstance(stock, STOCK[TRITON])
@@ -237,7 +237,7 @@ class Replays:
         """Builds the step's metadata, as the runner does, and runs with the captured one."""
         common = self.layers.common(rows, self.num_rows)
         built = self.layers.builder.build(0, common)
-        assert isinstance(built, HeadwiseMetadata)
+        assert isinstance(built, Split)
         self.calls.clear()
         outputs = self.layers.forward(rows, common, self.captured)
         if self._pads_with_zeros:
@@ -277,7 +277,7 @@ def test_only_graphs_take_rows_without_a_cut_through_the_one_head_view(backend: 
     layers = make_layers(backend, graphs=True)
     short = layers.request(20, 30)
     assert isinstance(layers.step((short, 20)), STOCK[backend])
-    assert isinstance(layers.step((short, 1)), HeadwiseMetadata)
+    assert isinstance(layers.step((short, 1)), Split)
     layers.builder.largest_full_graph = 0
     assert isinstance(layers.step((short, 1)), STOCK[backend])
 

@@ -13,8 +13,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_kvselect.config import CONFIG_KEY, EvictionConfig
 from vllm_kvselect.engine.cuda_tables import buffer_bytes
 from vllm_kvselect.engine.cuda_worker import EvictionGPUWorker
-from vllm_kvselect.engine.prompts import LivePrompts, Prompt
 from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.engine.step.request import LiveRequests, Prompt
 
 BLOCK_SIZE = 16
 EVICTION = EvictionConfig(method="adakv", budget=64, window=16)
@@ -40,7 +40,7 @@ def scheduled(
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker without a device: what vLLM's worker would do is looked at in place of done."""
     made = object.__new__(EvictionGPUWorker)
-    made._eviction, made._prompts = EVICTION, LivePrompts(EVICTION, BLOCK_SIZE)
+    made._eviction, made._prompts = EVICTION, LiveRequests(EVICTION, BLOCK_SIZE)
     made._states, made._report_to_send = [], None
     made._num_saved_blocks, made._reported_seconds = 0, 0.0
     made._is_prefilling = False
@@ -72,16 +72,16 @@ def test_rows_of_both_model_runners_have_their_prompts(worker: Any) -> None:
     worker.model_runner = SimpleNamespace(
         req_states=SimpleNamespace(index_to_req_id={2: "a", 7: "b", 3: "c"})
     )
-    assert worker._prompts_of(common)[:2] == ours
+    assert worker._requests_of(common)[:2] == ours
     worker.use_v2_model_runner = False
     worker.model_runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["b", "a"]))
-    found = worker._prompts_of(common)
+    found = worker._requests_of(common)
     assert found[:2] == ours
     assert [prompt.cut for prompt in found[2:]] == [None, None]  # padding
     common.req_idx = np.arange(4)  # a dummy batch, before there are requests
-    worker._prompts, worker.use_v2_model_runner = LivePrompts(EVICTION, BLOCK_SIZE), True
+    worker._prompts, worker.use_v2_model_runner = LiveRequests(EVICTION, BLOCK_SIZE), True
     worker.model_runner = SimpleNamespace(req_states=SimpleNamespace(index_to_req_id={}))
-    assert [prompt.cut for prompt in worker._prompts_of(common)] == [None] * 4
+    assert [prompt.cut for prompt in worker._requests_of(common)] == [None] * 4
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -17,7 +17,7 @@ from vllm_kvselect.engine import cpu_worker
 from vllm_kvselect.engine.pool_scheduler import PoolScheduler
 from vllm_kvselect.kernels.base import REFERENCES
 from vllm_kvselect.kernels.cpu import KernelError
-from vllm_kvselect.methods import METHODS
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.retention import Cut, Cuts, cuts
 
 pytestmark = pytest.mark.engine
@@ -198,7 +198,7 @@ def retain_everything(num_prompt_tokens: int, block_size: int, config: EvictionC
 @pytest.fixture
 def everything_retained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_kvselect.engine.block_manager.cuts", retain_everything)
-    monkeypatch.setattr("vllm_kvselect.engine.prompts.cuts", retain_everything)
+    monkeypatch.setattr("vllm_kvselect.engine.step.request.cuts", retain_everything)
 
 
 @pytest.mark.usefixtures("everything_retained")

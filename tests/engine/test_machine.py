@@ -17,13 +17,17 @@ from tests.engine.machine import BlockAccounting
 from tests.engine.simulated_server import IntegrityError, LostError, Server, Settings
 from tests.engine.tagged_worker import WrongEntryError
 from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
-from vllm_kvselect.engine import batch, block_manager, prompts
-from vllm_kvselect.engine.batch import Completion, HeadwiseBatch, Rows, Split, Splitter
+from vllm_kvselect.engine import block_manager
 from vllm_kvselect.engine.block_manager import HeadwiseManager
-from vllm_kvselect.engine.page_tables import SettledRows
 from vllm_kvselect.engine.pool_scheduler import PoolScheduler
-from vllm_kvselect.engine.prompts import LivePrompts, Prompt
-from vllm_kvselect.engine.whole_prompt import PromptChunk
+from vllm_kvselect.engine.step import request as step_request
+from vllm_kvselect.engine.step import split as step_split
+from vllm_kvselect.engine.step.packing import Packing
+from vllm_kvselect.engine.step.page_tables import SettledRows
+from vllm_kvselect.engine.step.request import LiveRequests, Request
+from vllm_kvselect.engine.step.rows import Rows
+from vllm_kvselect.engine.step.sequences import HeadwiseBatch
+from vllm_kvselect.engine.step.split import Observation, Split, Splitter
 from vllm_kvselect.request import request_config
 from vllm_kvselect.retention import cuts
 
@@ -148,18 +152,20 @@ def free_with(
 
 
 def keep_state_by_row(patch: pytest.MonkeyPatch) -> None:
-    complete, headwise_batch = Splitter._completion, batch.headwise_batch
+    make_packing, headwise_batch = Splitter._packing, step_split.headwise_batch
 
-    def completion(self: Splitter, rows: Rows, row: int, *args: Any) -> Completion:
-        return replace(complete(self, rows, row, *args), first_packed_block=row)
+    def packing(self: Splitter, rows: Rows, row: int, *args: Any) -> Packing:
+        made = make_packing(self, rows, row, *args)
+        made.first_packed_block = row
+        return made
 
     def headwise(rows: Rows, chosen: np.ndarray, *args: Any) -> HeadwiseBatch:
         made = headwise_batch(rows, chosen, *args)
         by_row = replace(made.rows, first_packed_blocks=torch.from_numpy(chosen))
         return replace(made, rows=by_row)
 
-    patch.setattr(Splitter, "_completion", completion)
-    patch.setattr(batch, "headwise_batch", headwise)
+    patch.setattr(Splitter, "_packing", packing)
+    patch.setattr(step_split, "headwise_batch", headwise)
 
 
 def build_page_tables_before_packing(patch: pytest.MonkeyPatch) -> None:
@@ -167,9 +173,9 @@ def build_page_tables_before_packing(patch: pytest.MonkeyPatch) -> None:
 
     def split_early(self: Splitter, common: Any) -> Split | None:
         result = split(self, common)
-        if result and result.headwise and result.headwise.table is None:
-            offsets = self._state.offsets
-            result.headwise.table = result.headwise.rows.page_table(offsets, self._block_size)
+        for part in result.after if result else []:
+            if isinstance(part, HeadwiseBatch) and part.table is None:
+                part.table = part.rows.page_table(self._state.offsets, self._block_size)
         return result
 
     patch.setattr(Splitter, "split", split_early)
@@ -189,15 +195,33 @@ def cap_hits_of_whole_prompts_as_others(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_chunks_of_prompts(patch: pytest.MonkeyPatch) -> None:
-    def add_up_nothing(self: Splitter, rows: Rows, block_table: torch.Tensor) -> list[PromptChunk]:
-        return prompt_chunks(self, rows, block_table)[:0]
+    def observe_last_chunks(self: Splitter, rows: Rows, row: int, *args: Any) -> Observation | None:
+        made = observation(self, rows, row, *args)
+        return made if made is not None and rows.completing[row] else None
 
-    prompt_chunks = Splitter._prompt_chunks
-    patch.setattr(Splitter, "_prompt_chunks", add_up_nothing)
+    observation = Splitter._observation
+    patch.setattr(Splitter, "_observation", observe_last_chunks)
 
 
-def forget_partial_windows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Splitter, "_partial_windows", lambda *_: [])
+def observe_a_token_early(patch: pytest.MonkeyPatch) -> None:
+    def shifted(self: Splitter, rows: Rows, *args: Any) -> Observation | None:
+        made = observation(self, rows, *args)
+        if made is not None and made.tokens.start > 0:
+            made.tokens = slice(made.tokens.start - 1, made.tokens.stop - 1)
+        return made
+
+    observation = Splitter._observation
+    patch.setattr(Splitter, "_observation", shifted)
+
+
+def keep_observers_of_preempted_requests(patch: pytest.MonkeyPatch) -> None:
+    def begin_again(self: Request) -> None:
+        observer = self.observer
+        forget(self)
+        self.observer = observer
+
+    forget = Request.begin_again
+    patch.setattr(Request, "begin_again", begin_again)
 
 
 def plan_blocks_with_the_servers_settings(patch: pytest.MonkeyPatch) -> None:
@@ -205,7 +229,7 @@ def plan_blocks_with_the_servers_settings(patch: pytest.MonkeyPatch) -> None:
 
 
 def plan_pages_with_the_servers_settings(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prompts, "planned_config", lambda server, _: server)
+    patch.setattr(step_request, "planned_config", lambda server, _: server)
 
 
 def let_every_request_choose(patch: pytest.MonkeyPatch) -> None:
@@ -215,7 +239,7 @@ def let_every_request_choose(patch: pytest.MonkeyPatch) -> None:
         return chosen.model_copy(update={"allow_override": server.allow_override})
 
     patch.setattr(block_manager, "planned_config", planned_config)
-    patch.setattr(prompts, "planned_config", planned_config)
+    patch.setattr(step_request, "planned_config", planned_config)
 
 
 def keep_page_tables_of_as_many_rows(patch: pytest.MonkeyPatch) -> None:
@@ -226,20 +250,19 @@ def keep_page_tables_of_as_many_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def pack_a_step_later(patch: pytest.MonkeyPatch) -> None:
-    finish, waited = LivePrompts.finish_packing, set[Prompt]()
+    finish, waited = LiveRequests.finish_packing, set[Request]()
 
-    def finish_later(live: LivePrompts) -> None:
-        late = [prompt for prompt in live if prompt.packing and prompt not in waited]
-        put_off = [(prompt, [*prompt.packing]) for prompt in late]
-        for prompt in late:
-            prompt.packing.clear()
+    def finish_later(live: LiveRequests) -> None:
+        late = {each: each.packing for each in live if each.packing and each not in waited}
+        for request in late:
+            request.packing = None
         finish(live)
-        for prompt, packing in put_off:
-            prompt.packing.extend(packing)
+        for request, packing in late.items():
+            request.packing = packing
         waited.clear()
         waited.update(late)
 
-    patch.setattr(LivePrompts, "finish_packing", finish_later)
+    patch.setattr(LiveRequests, "finish_packing", finish_later)
 
 
 def put_off_what_is_read_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -285,14 +308,19 @@ MUTANTS: dict[str, Mutant] = {
         LostError,
         "of at most 0",
     ),
-    "queries of a chunk forgotten": (forget_chunks_of_prompts, WrongEntryError, "sums other"),
+    "queries of a chunk forgotten": (forget_chunks_of_prompts, RuntimeError, "has observed"),
+    "queries of another token": (observe_a_token_early, WrongEntryError, "other queries"),
     "packed a step later": (pack_a_step_later, WrongEntryError, "decoding|selection"),
     "packing put off though tokens follow": (
         put_off_what_is_read_at_once,
         WrongEntryError,
         "decoding",
     ),
-    "partial windows forgotten": (forget_partial_windows, WrongEntryError, "window"),
+    "an observer outlives a preemption": (
+        keep_observers_of_preempted_requests,
+        RuntimeError,
+        "has observed",
+    ),
     "the server's settings for a request's blocks": (
         plan_blocks_with_the_servers_settings,
         (LostError, WrongEntryError),

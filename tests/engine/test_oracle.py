@@ -29,8 +29,10 @@ from tests.engine.recorder import Recorder, recording
 from tests.method_cases import METHOD_CASES, MethodCase, every_method_case
 from vllm_kvselect.kernels import cpu
 from vllm_kvselect.kernels.base import REFERENCES
-from vllm_kvselect.methods import METHODS, retain, retain_pool, score_layer
+from vllm_kvselect.methods.choice import retain, retain_pool, score_layer
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.ranking import Candidates
+from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 pytestmark = pytest.mark.engine
@@ -146,15 +148,14 @@ def test_methods_choose_from_real_tensors_as_the_oracles(
     size = (num_packed(prompt_len), BLOCK_SIZE, case.config())
     if METHODS[case.method].pooled:
         scored = [
-            score_layer(*inputs(case, layer, kernels), size[-1], kernels=parts)
-            for layer in real_layers
+            score_layer(inputs(case, layer, kernels), size[-1], parts) for layer in real_layers
         ]
         retention = retain_pool(Candidates.stack(scored), *size, kernels=parts)
         retentions = [(retention, expect(case, real_layers))]
     else:
         retentions = [
             (
-                retain(*inputs(case, layer, kernels), *size, layer_index=index, kernels=parts),
+                retain(inputs(case, layer, kernels, index), *size, kernels=parts),
                 expect(case, [layer], index),
             )
             for index, layer in enumerate(real_layers)
@@ -164,8 +165,8 @@ def test_methods_choose_from_real_tensors_as_the_oracles(
         check_heads({divmod(index, tail_begin(prompt_len)) for index in flat}, expected)
 
 
-def inputs(case: MethodCase, layer: Layer, kernels: bool) -> tuple[Any, ...]:
-    """Float32 arguments of the package, up to the scale; W_O packed for kernels."""
+def inputs(case: MethodCase, layer: Layer, kernels: bool, index: int = 0) -> ScoringInputs:
+    """What the package is given, in float32; W_O packed for kernels."""
     num_tokens, num_kv_heads, size = layer.key.shape
     query, key, value = (tensor.float() for tensor in layer[:3])
     if not METHODS[case.method].whole_prompt:
@@ -176,7 +177,8 @@ def inputs(case: MethodCase, layer: Layer, kernels: bool) -> tuple[Any, ...]:
     if kernels:
         projection = cpu.pack(projection)
     value = value[: tail_begin(num_tokens)].transpose(0, 1)
-    return query, key.transpose(0, 1), value, projection, size**-0.5
+    key = key.transpose(0, 1)
+    return ScoringInputs(query, key, value, size**-0.5, projection, layer_index=index)
 
 
 def check_heads(retained: set[tuple[int, int]], expected: list[Expected]) -> None:

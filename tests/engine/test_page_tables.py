@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine import page_tables
-from vllm_kvselect.engine.page_tables import PageTables, SettledRows
-from vllm_kvselect.engine.prompts import Prompt
-from vllm_kvselect.engine.state import RetentionState
+from vllm_kvselect.engine.step import page_tables
+from vllm_kvselect.engine.step.page_tables import PageTables, SettledRows
+from vllm_kvselect.engine.step.request import Prompt
+from vllm_kvselect.engine.step.state import RetentionState
 
 BLOCK_SIZE, NUM_LAYERS, NUM_KV_HEADS = 4, 2, 3
 TAIL_START = 6
@@ -18,7 +18,7 @@ TAIL_START = 6
 
 @pytest.fixture
 def state() -> RetentionState:
-    state = RetentionState(40, NUM_LAYERS, NUM_KV_HEADS, 8)
+    state = RetentionState(40, NUM_LAYERS, NUM_KV_HEADS)
     state.offsets[:] = torch.tensor([[0, 1, 4, 6], [6, 7, 10, 12]])
     return state
 

@@ -19,7 +19,7 @@ from tests.engine.random_models import random_llama, random_prompts
 from tests.engine.recorder import recording
 from tests.method_cases import MethodCase
 from vllm_kvselect.kernels import cpu
-from vllm_kvselect.methods import METHODS
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("ranks")]

@@ -5,7 +5,7 @@ from tests.evaluation.test_retained import LAYERS, make_config, make_prompt
 from vllm_kvselect.evaluation import remembered
 from vllm_kvselect.evaluation.remembered import remembering
 from vllm_kvselect.evaluation.retained import retained_entries
-from vllm_kvselect.methods import METHODS
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.scoring import value_norms
 
 BUDGETS = (0.2, 0.4)

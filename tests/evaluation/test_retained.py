@@ -11,7 +11,7 @@ from vllm_kvselect.evaluation.retained import (
     stage_1_entries,
     tail_entries,
 )
-from vllm_kvselect.methods import METHODS
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.retention import cuts
 from vllm_kvselect.scoring.value_norms import OutputProjection
 

@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from tests.strategies import scoring_inputs
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cuda
 from vllm_kvselect.kernels.triton.pruning import needed_value_norms
@@ -57,7 +58,7 @@ def launch_all(dtype: torch.dtype, head_size: int) -> None:
     config = EvictionConfig()
     query = torch.empty(config.window, KV_HEADS * GROUP, head_size, dtype=dtype)
     key, value = torch.empty(2, NUM_TOKENS, KV_HEADS, head_size, dtype=dtype).transpose(1, 2)
-    cuda.snapkv_scores(query, key, 1.0, config)
+    cuda.snapkv_scores(scoring_inputs(query, key, 1.0), config)
     weight = torch.empty(KV_HEADS, head_size, GROUP, HIDDEN_SIZE, dtype=dtype)
     # As in `OutputProjection.of`, which would multiply for real.
     wide = torch.float32 if dtype == torch.float16 else dtype

@@ -1,7 +1,7 @@
 """The CPU kernels compute what their references compute."""
 
 import inspect
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -9,12 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.method_cases import MethodCase, every_method_case
-from tests.strategies import Shape, few, head_sizes, kv_heads, random_layer, seeds, shapes, some
+from tests.strategies import (
+    Shape,
+    few,
+    head_sizes,
+    kv_heads,
+    random_layer,
+    scoring_inputs,
+    seeds,
+    shapes,
+    some,
+)
 from vllm_kvselect import allocation, compaction, selection
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cpu
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
-from vllm_kvselect.methods import METHODS, retain
+from vllm_kvselect.methods.choice import retain
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.scoring import snapkv, value_norms
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
@@ -71,9 +82,11 @@ def test_snapkv_scores(
     key = wide[:, : shape.num_kv_heads].transpose(0, 1)
     config = EvictionConfig(window=shape.window, kernel_size=kernel_size)
     sinks = None if layer.sinks is None else layer.sinks.double()
-    inputs = (layer.query.double(), key.double(), shape.scale)
-    expected = snapkv.snapkv_scores(*inputs, config, sinks=sinks)
-    scores = cpu.snapkv_scores(layer.query, key, shape.scale, config, sinks=layer.sinks)
+    inputs = scoring_inputs(layer.query.double(), key.double(), shape.scale, sinks=sinks)
+    expected = snapkv.snapkv_scores(inputs, config)
+    scores = cpu.snapkv_scores(
+        scoring_inputs(layer.query, key, shape.scale, sinks=layer.sinks), config
+    )
     assert scores.dtype == torch.float32
     # A logit of n products is off by n eps of the sum of magnitudes; a weight by twice that.
     group = layer.query.view(shape.window, shape.num_kv_heads, shape.group, -1).double().abs()
@@ -90,8 +103,8 @@ def test_prompts_longer_than_what_is_kept_are_scored_alike(num_tokens: int) -> N
     query = torch.randn(32, 3, 16, generator=generator)
     key = torch.randn(1, num_tokens, 16, generator=generator)
     config = EvictionConfig(kernel_size=1)
-    expected = snapkv.snapkv_scores(query.double(), key.double(), 0.25, config)
-    scores = cpu.snapkv_scores(query, key, 0.25, config)
+    expected = snapkv.snapkv_scores(scoring_inputs(query.double(), key.double(), 0.25), config)
+    scores = cpu.snapkv_scores(scoring_inputs(query, key, 0.25), config)
     # Logits stay below 16 here, and so does the sum of magnitudes times the scale below 64.
     bound = 2 * 20 * EPS * 64 + (num_tokens + 8) * EPS
     torch.testing.assert_close(scores.double(), expected, rtol=bound, atol=0)
@@ -103,7 +116,7 @@ def test_exponentials_are_exact_to_a_few_digits_of_float32_over_their_whole_rang
     key = torch.stack((logits, torch.zeros_like(logits)), dim=-1)[None]
     query = torch.tensor([[[1.0, 0.0]]])
     config = EvictionConfig(window=1, kernel_size=1)
-    scores = cpu.snapkv_scores(query, key, 1.0, config)[0]
+    scores = cpu.snapkv_scores(scoring_inputs(query, key, 1.0), config)[0]
     expected = torch.softmax(logits.double(), dim=0)[:-1]
     # A logit of 80 in units of log 2 is rounded to half a unit in its last place: 115 eps / 2.
     # Rows of padding, up to 15, add the smallest exponential each.
@@ -264,11 +277,11 @@ def test_what_is_retained_is_as_good_as_what_the_reference_retains(
         projection = OutputProjection.of(layer.output_projection.float())
         packed = cpu.pack(projection)
     value = layer.value[:, : shape.num_tokens]
-    inputs = (layer.query, layer.key, value)
-    config = case.config(window=shape.window)
-    options = (shape.scale, shape.num_packed, shape.block_size, config)
-    expected = retain(*inputs, projection, *options)
-    retention = retain(*inputs, packed, *options, kernels=cpu.KERNELS)
+    inputs = scoring_inputs(layer.query, layer.key, shape.scale, value, projection)
+    options = (shape.num_packed, shape.block_size, case.config(window=shape.window))
+    expected = retain(inputs, *options)
+    packed_inputs = replace(inputs, output_projection=packed)
+    retention = retain(packed_inputs, *options, kernels=cpu.KERNELS)
     both = set(retention.retained.tolist()) & set(expected.retained.tolist())
     assert len(both) >= expected.retained.numel() - 2
 
@@ -284,8 +297,9 @@ def test_a_broken_model_does_not_break_the_bookkeeping(
     layer.key[1, 7 : 7 + num_bad], layer.value[2, 3 : 3 + num_bad] = torch.nan, torch.nan
     projection = cpu.pack(OutputProjection.of(layer.output_projection))
     value = layer.value[:, : shape.num_tokens]
-    arguments = (projection, shape.scale, 2, 8, case.config(window=shape.window))
-    retention = retain(layer.query, layer.key, value, *arguments, kernels=cpu.KERNELS)
+    inputs = scoring_inputs(layer.query, layer.key, shape.scale, value, projection)
+    config = case.config(window=shape.window)
+    retention = retain(inputs, 2, 8, config, kernels=cpu.KERNELS)
     assert int(retention.offsets[-1]) == 6
     assert len(set(retention.retained.tolist())) == 48
     assert int(retention.retained.min()) >= 0
@@ -299,7 +313,8 @@ def test_other_dtypes_go_to_the_reference() -> None:
         layer = random_layer(shape, 1, dtype)
         projection = cpu.pack(OutputProjection.of(layer.output_projection))
         value = layer.value[:, : shape.num_tokens]
-        arguments = (layer.query, layer.key, value, projection, shape.scale, 2, 8, config)
+        inputs = scoring_inputs(layer.query, layer.key, shape.scale, value, projection)
+        arguments = (inputs, 2, 8, config)
         expected = retain(*arguments)
         assert torch.equal(retain(*arguments, kernels=cpu.KERNELS).retained, expected.retained)
 

@@ -17,11 +17,20 @@ from hypothesis import strategies as st
 
 from tests.kernels.unsynchronised import SYNCHRONISING, SynchronisationError, unsynchronised
 from tests.method_cases import METHOD_CASES, MethodCase
-from tests.strategies import Shape, head_sizes, kv_heads, random_layer, seeds, shapes
+from tests.strategies import (
+    Shape,
+    head_sizes,
+    kv_heads,
+    random_layer,
+    scoring_inputs,
+    seeds,
+    shapes,
+)
 from tests.test_page_table import Batch, batches
 from vllm_kvselect import allocation, compaction, page_table, selection
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.methods import METHODS, retain
+from vllm_kvselect.methods.choice import retain
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.page_table import PageTable
 from vllm_kvselect.scoring import snapkv, value_norms
 from vllm_kvselect.scoring.value_norms import OutputProjection
@@ -133,9 +142,9 @@ def test_snapkv_scores(
     )
     sinks = None if layer.sinks is None else layer.sinks.to(DEVICE)
     exact = None if sinks is None else sinks.double()
-    inputs = (query.double(), key.double(), shape.scale)
-    expected = snapkv.snapkv_scores(*inputs, config, sinks=exact)
-    scores = cuda.snapkv_scores(query, key, shape.scale, config, sinks=sinks)
+    inputs = scoring_inputs(query.double(), key.double(), shape.scale, sinks=exact)
+    expected = snapkv.snapkv_scores(inputs, config)
+    scores = cuda.snapkv_scores(scoring_inputs(query, key, shape.scale, sinks=sinks), config)
     assert scores.dtype == torch.float32
     # A logit of n products is off by n eps of the sum of magnitudes; a weight by twice that.
     group = query.view(shape.window, shape.num_kv_heads, shape.group, -1).double().abs()
@@ -151,10 +160,10 @@ def test_windows_of_one_query_and_of_more_than_a_tile(window: int) -> None:
     query = torch.randn(window, 2, 16, generator=generator).to(DEVICE)
     key = torch.randn(1, 200, 16, generator=generator).to(DEVICE)
     config = EvictionConfig(window=window, kernel_size=1)
-    expected = snapkv.snapkv_scores(query.double(), key.double(), 0.25, config)
-    scores = cuda.snapkv_scores(query, key, 0.25, config)
+    expected = snapkv.snapkv_scores(scoring_inputs(query.double(), key.double(), 0.25), config)
+    scores = cuda.snapkv_scores(scoring_inputs(query, key, 0.25), config)
     torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=0)
-    assert cuda.snapkv_scores(query, key[:, :window], 0.25, config).shape == (1, 0)
+    assert cuda.snapkv_scores(scoring_inputs(query, key[:, :window], 0.25), config).shape == (1, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -165,8 +174,8 @@ def test_keys_of_an_fp8_cache_are_scored_as_the_numbers_that_they_stand_for(
     query = torch.randn(3, 4, 16, generator=generator).bfloat16().to(DEVICE)
     key = torch.randn(2, 60, 16, generator=generator).to(dtype).to(DEVICE)
     config = EvictionConfig(window=3)
-    expected = snapkv.snapkv_scores(query.double(), key.double(), 0.25, config)
-    scores = cuda.snapkv_scores(query, key, 0.25, config)
+    expected = snapkv.snapkv_scores(scoring_inputs(query.double(), key.double(), 0.25), config)
+    scores = cuda.snapkv_scores(scoring_inputs(query, key, 0.25), config)
     torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=0)
 
 
@@ -392,11 +401,12 @@ def test_the_whole_choice_waits_for_nothing_and_is_the_references(case: MethodCa
     layer = random_layer(shape, 5, torch.float32)
     value = layer.value[:, : shape.num_tokens].to(DEVICE)
     projection = OutputProjection.of(layer.output_projection.to(DEVICE))
-    arguments = (projection, shape.scale, 3, 8, case.config(window=shape.window))
-    inputs = (layer.query.to(DEVICE), layer.key.to(DEVICE), value, *arguments)
-    expected = retain(*inputs)
+    query, key = layer.query.to(DEVICE), layer.key.to(DEVICE)
+    inputs = scoring_inputs(query, key, shape.scale, value, projection)
+    arguments = (inputs, 3, 8, case.config(window=shape.window))
+    expected = retain(*arguments)
     with unsynchronised():
-        retention = retain(*inputs, kernels=cuda.KERNELS)
+        retention = retain(*arguments, kernels=cuda.KERNELS)
     assert torch.equal(retention.offsets, expected.offsets)
     both = set(retention.retained.tolist()) & set(expected.retained.tolist())
     assert len(both) >= expected.retained.numel() - 1
@@ -436,9 +446,9 @@ def test_a_broken_model_does_not_break_the_bookkeeping(method: str, dtype: torch
     projection = OutputProjection.of(layer.output_projection.to(DEVICE))
     value = layer.value[:, : shape.num_tokens].to(DEVICE)
     config = MethodCase(method).config(window=3)
-    arguments = (projection, shape.scale, 2, 8, config)
-    inputs = (layer.query.to(DEVICE), layer.key.to(DEVICE), value, *arguments)
-    retention = retain(*inputs, kernels=cuda.KERNELS)
+    query, key = layer.query.to(DEVICE), layer.key.to(DEVICE)
+    inputs = scoring_inputs(query, key, shape.scale, value, projection)
+    retention = retain(inputs, 2, 8, config, kernels=cuda.KERNELS)
     assert int(retention.offsets[-1]) == 4
     assert len(set(retention.retained.tolist())) == 32
     assert int(retention.retained.min()) >= 0
@@ -452,7 +462,8 @@ def test_float64_goes_to_the_reference() -> None:
     value = layer.value[:, : shape.num_tokens].to(DEVICE)
     for method in ("adakv-perturb", "defensivekv", "thetakv"):
         config = MethodCase(method).config(window=3)
-        arguments = (projection, shape.scale, 2, 8, config)
-        inputs = (layer.query.to(DEVICE), layer.key.to(DEVICE), value, *arguments)
-        expected = retain(*inputs)
-        assert torch.equal(retain(*inputs, kernels=cuda.KERNELS).retained, expected.retained)
+        query, key = layer.query.to(DEVICE), layer.key.to(DEVICE)
+        inputs = scoring_inputs(query, key, shape.scale, value, projection)
+        expected = retain(inputs, 2, 8, config)
+        retention = retain(inputs, 2, 8, config, kernels=cuda.KERNELS)
+        assert torch.equal(retention.retained, expected.retained)

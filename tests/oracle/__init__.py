@@ -12,6 +12,7 @@ from tests.oracle.retain import LayerInputs, Retained, retain
 from tests.oracle.scores import (
     defensive_scores,
     h2o_scores,
+    keydiff_scores,
     pool,
     random_scores,
     snapkv_scores,
@@ -41,6 +42,7 @@ __all__ = [
     "defensive_scores",
     "dot",
     "h2o_scores",
+    "keydiff_scores",
     "largest_remainder",
     "mass_stage",
     "packed_places",

@@ -8,6 +8,7 @@ from tests.oracle.allocation import adaptive_pages, pyramid_blocks
 from tests.oracle.scores import (
     defensive_scores,
     h2o_scores,
+    keydiff_scores,
     random_scores,
     snapkv_scores,
     streaming_llm_order,
@@ -101,6 +102,8 @@ def stage_1_scores(
         return random_scores(config.seed, index, len(key), num_scored)
     if base == "h2o":
         return h2o_scores(query, key, scale, config.window, sinks)
+    if base == "keydiff":
+        return keydiff_scores(key, config.window)
     if base == "defensivekv":
         return snapkv_scores(query, key, scale, 1, sinks=sinks)
     options = (config.kernel_size, config.pooling, config.group_reduction)

@@ -1,7 +1,7 @@
 """Scores, one paper after the other, and projected value norms."""
 
 from collections.abc import Sequence
-from math import fsum, inf
+from math import fsum, inf, sqrt
 
 from tests.oracle.attention import dot, softmax, window_attention
 from tests.oracle.types import Cube, Vector
@@ -75,6 +75,17 @@ def h2o_scores(
                 for token, weight in enumerate(softmax(logits, sink)):
                     gathered[token].append(weight)
         scores.append([fsum(weights) / group for weights in gathered[: num_tokens - window]])
+    return scores
+
+
+def keydiff_scores(key: Cube, window: int) -> list[list[float]]:
+    """One minus the cosine of each key before the window to the mean of all unit keys."""
+    scores = []
+    for keys in key:
+        units = [[x / sqrt(dot(vector, vector)) for x in vector] for vector in keys]
+        anchor = [fsum(column) / len(units) for column in zip(*units, strict=True)]
+        length = sqrt(dot(anchor, anchor))
+        scores.append([1 - dot(unit, anchor) / length for unit in units[: len(units) - window]])
     return scores
 
 

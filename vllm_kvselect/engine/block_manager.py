@@ -13,7 +13,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.methods import METHODS
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.request import planned_config
 from vllm_kvselect.retention import Cuts, cuts
 

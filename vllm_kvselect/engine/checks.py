@@ -9,7 +9,7 @@ from vllm_kvselect.engine import xformers_attention
 from vllm_kvselect.engine.platforms import PLATFORMS, Platform, platform, platform_name
 from vllm_kvselect.engine.spec import HeadwiseSpec, WindowSpec
 from vllm_kvselect.machine import dtype_name
-from vllm_kvselect.methods import METHODS
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.retention import budget_entries
 
 _FULL_OR_SLIDING = ("full_attention", "sliding_attention")

@@ -13,11 +13,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_kvselect.engine.cpu_pages import PageCodec, one_head_view, write_entries
 from vllm_kvselect.engine.cpu_schedules import Schedules
-from vllm_kvselect.engine.headwise import HeadwiseBuilder
-from vllm_kvselect.engine.headwise_batch import Call, HeadwiseBatch
-from vllm_kvselect.engine.headwise_impl import HeadwiseImpl, refuse_layer
-from vllm_kvselect.engine.memory import all_layers
-from vllm_kvselect.engine.state import RetentionState
+from vllm_kvselect.engine.step.builder import HeadwiseBuilder
+from vllm_kvselect.engine.step.layer import HeadwiseImpl, refuse_layer
+from vllm_kvselect.engine.step.memory import all_layers
+from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
+from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.page_table import PageTable
 
@@ -81,26 +81,26 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
             schedules: The kernel's work plans.
             kernels: What computes the parts of a choice.
         """
-        self._connect(layer_index, state, kernels)
+        self._connect(layer_index, kv_cache, state, kernels)
         self._isa, self._codec, self._schedules = isa, codec, schedules
         self._key_pages, self._value_pages = one_head_view(all_layers(kv_cache)).chunk(2, dim=2)
         if self.sinks is not None and self.sinks.dtype != torch.bfloat16:
             self.sinks = self.sinks.float()  # what else the kernel takes
 
-    def _read_keys(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        return self._codec.read_keys(kv_cache, pages)
+    def _read_keys(self, pages: torch.Tensor) -> torch.Tensor:
+        return self._codec.read_keys(self.kv_cache, pages)
 
-    def _read_values(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        return self._codec.read_values(kv_cache, pages)
+    def read_values(self, pages: torch.Tensor) -> torch.Tensor:
+        """Values of whole pages in token order, `[num_kv_heads, n, head_size]`."""
+        return self._codec.read_values(self.kv_cache, pages)
 
-    def _move_slots(
-        self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
-    ) -> None:
+    def move_slots(self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves entries from slots to slots of a layer's cache, or of the memory of all layers."""
         key, value = self._codec.read_entries(cache, sources)
         write_entries(cache, key, value, targets, self._isa)
 
     def _table(self, batch: HeadwiseBatch) -> PageTable:
-        layer = self._layer_index
+        layer = self.layer_index
         if batch.table is not None:
             return batch.by_layer[layer]
         only = slice(layer, layer + 1)
@@ -129,7 +129,7 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
             sliding_window=-1,
             block_table=call.table.pages,
             softcap=0.0,
-            scheduler_metadata=self._schedules.of(self._layer_index, batch, call, query),
+            scheduler_metadata=self._schedules.of(self.layer_index, batch, call, query),
             s_aux=call.sinks,
         )
         if attended is not output:

@@ -17,14 +17,14 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
 
 from vllm_kvselect.config import ConfigError
-from vllm_kvselect.engine.batch import Split, Splitter
 from vllm_kvselect.engine.cuda_tables import HeadwiseTables
-from vllm_kvselect.engine.headwise import HeadwiseBuilder, HeadwiseMetadata
-from vllm_kvselect.engine.page_tables import SettledRows
-from vllm_kvselect.engine.prompts import Prompt
-from vllm_kvselect.engine.rows import Rows
 from vllm_kvselect.engine.spec import HeadwiseSpec
-from vllm_kvselect.engine.state import RetentionState
+from vllm_kvselect.engine.step.builder import HeadwiseBuilder
+from vllm_kvselect.engine.step.page_tables import SettledRows
+from vllm_kvselect.engine.step.request import Request
+from vllm_kvselect.engine.step.rows import Rows
+from vllm_kvselect.engine.step.split import Split, Splitter
+from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.page_table import PageTable
 
@@ -41,8 +41,8 @@ class CudaBackend(AttentionBackend):
 class DeviceSplitter(Splitter):
     """Splits batches whose block tables and lengths are on a device."""
 
-    def prompts_of_decodes(self, common: CommonAttentionMetadata) -> list[Prompt] | None:
-        """Prompts of a batch of decodes.
+    def requests_of_decodes(self, common: CommonAttentionMetadata) -> list[Request] | None:
+        """Requests of a batch of decodes.
 
         A token of a prompt that drops nothing counts as a decode: it reads the whole cache.
 
@@ -50,15 +50,15 @@ class DeviceSplitter(Splitter):
             common: vLLM's metadata.
 
         Returns:
-            The rows' prompts, or None if a row has several tokens or a prompt to be looked at.
+            The rows' requests, or None if a row has several tokens or a prompt to be looked at.
         """
         if common.max_query_len != 1:
             return None
-        rows = self._rows(common, self._prompts_of(common))
-        in_prompt = rows.stock_lens > 0
-        if any(in_prompt[row] and prompt.cut for row, prompt in enumerate(rows.prompts)):
+        rows = self._rows(common, self._requests_of(common))
+        before_cut = rows.stock_lens > 0
+        if any(before_cut[row] and each.cut for row, each in enumerate(rows.requests)):
             return None
-        return rows.prompts
+        return rows.requests
 
     def _seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
         bound = common.seq_lens_cpu_upper_bound
@@ -134,15 +134,15 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         """vLLM's metadata where nothing is dropped and no graph may run, else the split batch."""
         common, splitter = common_attn_metadata, self._splitter
         assert splitter is None or isinstance(splitter, DeviceSplitter)
-        prompts = splitter.prompts_of_decodes(common) if splitter else None
-        if prompts is None:
+        requests = splitter.requests_of_decodes(common) if splitter else None
+        if requests is None:
             return super().build(common_prefix_len, common, fast_build)
         in_graph = self._may_be_in_graph(common)
-        if not in_graph and all(prompt.cut is None for prompt in prompts):
+        if not in_graph and all(request.cut is None for request in requests):
             return self._build_stock(common_prefix_len, common, fast_build)
         num_splits = 1 if envs.VLLM_BATCH_INVARIANT else self._max_num_splits(in_graph)
-        batch = self.tables.decode_batch(prompts, common, num_splits)
-        return HeadwiseMetadata(Split(None, None, [], [], [], batch), None)
+        batch = self.tables.decode_batch(requests, common, num_splits)
+        return Split([], [], [], [batch])
 
     def _max_num_splits(self, in_graph: bool) -> int:
         """Parts into which the call may cut a sequence; 0 leaves it to the call."""

@@ -9,12 +9,12 @@ from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionLayer, AttentionType
 
 from vllm_kvselect.config import ConfigError
-from vllm_kvselect.engine.batch import Completion
 from vllm_kvselect.engine.cuda_tables import HeadwiseTables
-from vllm_kvselect.engine.headwise_batch import Call, HeadwiseBatch
-from vllm_kvselect.engine.headwise_impl import HeadwiseImpl, refuse_layer
-from vllm_kvselect.engine.memory import all_layers
-from vllm_kvselect.engine.state import RetentionState
+from vllm_kvselect.engine.step.layer import HeadwiseImpl, refuse_layer
+from vllm_kvselect.engine.step.memory import all_layers
+from vllm_kvselect.engine.step.packing import Packing
+from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
+from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.engine.xformers_attention import SplitKAttention
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.page_table import PageTable
@@ -86,7 +86,7 @@ class CudaImpl(HeadwiseImpl):
         Raises:
             ConfigError: If the layer has scales per head.
         """
-        self._connect(layer_index, state, kernels)
+        self._connect(layer_index, layer.kv_cache, state, kernels)
         self._tables, self._dtype = tables, dtype
         key, value = one_head_view(layer.kv_cache, self.head_size)
         if self._is_quantized:
@@ -115,7 +115,7 @@ class CudaImpl(HeadwiseImpl):
         self._split_k = SplitKAttention(self._key_pages, self._value_pages, self.scale)
 
     def _table(self, batch: HeadwiseBatch) -> PageTable:
-        return self._tables.of_layer(self._layer_index, batch.rows)
+        return self._tables.of_layer(self.layer_index, batch.rows)
 
     def _attend(
         self,
@@ -149,31 +149,27 @@ class CudaImpl(HeadwiseImpl):
     def _scored_queries(self, query: torch.Tensor) -> torch.Tensor:
         return query.to(self._dtype)
 
-    def _read_keys(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        return self._entries(kv_cache, pages)[0]
+    def _read_keys(self, pages: torch.Tensor) -> torch.Tensor:
+        return self._entries(pages)[0]
 
-    def _read_values(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        return self._entries(kv_cache, pages)[1]
+    def read_values(self, pages: torch.Tensor) -> torch.Tensor:
+        """Values of whole pages in token order, `[num_kv_heads, n, head_size]`."""
+        return self._entries(pages)[1]
 
-    def _read(
-        self, kv_cache: torch.Tensor, completion: Completion
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._entries(kv_cache, completion.pages)
+    def _read(self, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._entries(packing.pages)
 
-    def _entries(
-        self, kv_cache: torch.Tensor, pages: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _entries(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys, up to their scale, and values of whole pages in token order.
 
         Args:
-            kv_cache: The layer's cache.
             pages: Page ids of each head, `[num_kv_heads, n]` int64.
 
         Returns:
             `[num_kv_heads, n * block_size, head_size]` each, in the model's dtype.
         """
-        width = kv_cache.shape[-1]
-        read = kv_cache.flatten(0, 1).index_select(0, pages.flatten())
+        width = self.kv_cache.shape[-1]
+        read = self.kv_cache.flatten(0, 1).index_select(0, pages.flatten())
         key, value = read.view(len(pages), -1, width).split(self.head_size, dim=-1)
         if not self._is_quantized:
             return key, value
@@ -182,17 +178,16 @@ class CudaImpl(HeadwiseImpl):
         )
         return key, value.mul_(self._value_scale)
 
-    def _move(self, kv_cache: torch.Tensor, retained: torch.Tensor, completion: Completion) -> None:
-        num_competing = completion.cut.tail_start * completion.block_size
-        entries = self._kernels.gather_from_blocks(
-            kv_cache, completion.blocks, retained, num_competing
+    def move_entries(self, retained: torch.Tensor, packing: Packing) -> None:
+        """Moves what this layer retains into the packed blocks."""
+        entries = self.kernels.gather_from_blocks(
+            self.kv_cache, packing.blocks, retained, packing.num_competing
         )
-        self._kernels.scatter_entries(kv_cache, completion.slots, entries)
+        self.kernels.scatter_entries(self.kv_cache, packing.slots, entries)
 
-    def _move_slots(
-        self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
-    ) -> None:
+    def move_slots(self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves entries from slots to slots of a layer's cache, or of the memory of all layers."""
         # One head whose tokens are the slots.
         slots = cache.view(1, -1, cache.shape[-1])
-        entries = self._kernels.gather_entries(slots, sources, slots.shape[1])
-        self._kernels.scatter_entries(cache, targets, entries)
+        entries = self.kernels.gather_entries(slots, sources, slots.shape[1])
+        self.kernels.scatter_entries(cache, targets, entries)

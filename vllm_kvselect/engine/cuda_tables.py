@@ -5,10 +5,10 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvselect.engine.headwise_batch import HeadwiseBatch
-from vllm_kvselect.engine.page_tables import SettledRows
-from vllm_kvselect.engine.prompts import Prompt
-from vllm_kvselect.engine.state import RetentionState
+from vllm_kvselect.engine.step.page_tables import SettledRows
+from vllm_kvselect.engine.step.request import Request
+from vllm_kvselect.engine.step.sequences import HeadwiseBatch
+from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.page_table import PageTable
 
@@ -71,7 +71,7 @@ class HeadwiseTables:
         )
 
     def decode_batch(
-        self, prompts: list[Prompt], common: CommonAttentionMetadata, num_splits: int
+        self, requests: list[Request], common: CommonAttentionMetadata, num_splits: int
     ) -> HeadwiseBatch:
         """A batch of one token a row, none of them in a prompt that needs to be looked at.
 
@@ -79,7 +79,7 @@ class HeadwiseTables:
         table: no packed pages, which is what the state has for the null block.
 
         Args:
-            prompts: The rows' prompts.
+            requests: The rows' requests.
             common: vLLM's metadata; its tensors are those that a graph has captured.
             num_splits: As in `HeadwiseBatch`.
 
@@ -88,9 +88,9 @@ class HeadwiseTables:
         """
         num_rows = common.num_reqs
         host = np.zeros((2, num_rows), dtype=np.int32)
-        for row, prompt in enumerate(prompts):
-            if prompt.cut is not None:
-                host[:, row] = prompt.cut.first_packed, prompt.cut.tail_start
+        for row, request in enumerate(requests):
+            if request.cut is not None:
+                host[:, row] = request.cut.first_packed, request.cut.tail_start
         cuts = self._cuts[:, :num_rows]
         cuts.copy_(async_tensor_h2d(host, cuts.device))
         first_packed, tail_start = cuts

@@ -68,7 +68,7 @@ class EvictionGPUWorker(EvictionWorker, Worker):
 
     def _begin_step(self, scheduled: SchedulerOutput) -> None:
         super()._begin_step(scheduled)
-        self._is_prefilling = self._prompts.prefilling(scheduled)
+        self._is_prefilling = self._requests.prefilling(scheduled)
 
     def _reserved_bytes(self, available: int) -> int:
         """Bytes of page tables, of the state and of what selection computes at once.

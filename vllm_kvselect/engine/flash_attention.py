@@ -13,8 +13,8 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from vllm_kvselect.engine.cuda_backend import CudaBackend, CudaMetadataBuilder
 from vllm_kvselect.engine.cuda_impl import CudaImpl
-from vllm_kvselect.engine.headwise_batch import Call, HeadwiseBatch
-from vllm_kvselect.engine.headwise_impl import refuse_layer
+from vllm_kvselect.engine.step.layer import refuse_layer
+from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
 
 
 class HeadwiseFlashAttentionBackend(CudaBackend, FlashAttentionBackend):

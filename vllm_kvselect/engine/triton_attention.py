@@ -14,9 +14,9 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from vllm_kvselect.engine.cuda_backend import CudaBackend, CudaMetadataBuilder
 from vllm_kvselect.engine.cuda_impl import CudaImpl
-from vllm_kvselect.engine.headwise import HeadwiseMetadata
-from vllm_kvselect.engine.headwise_batch import Call, HeadwiseBatch
-from vllm_kvselect.engine.state import RetentionState
+from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
+from vllm_kvselect.engine.step.split import Split
+from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
 
 
@@ -40,11 +40,12 @@ class HeadwiseTritonAttentionMetadataBuilder(CudaMetadataBuilder, TritonAttentio
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         """vLLM's, with lengths of 1 as there: at full length captures would take long."""
         metadata = self.build(0, common_attn_metadata)
-        if not isinstance(metadata, HeadwiseMetadata):
+        if not isinstance(metadata, Split):
             metadata.seq_lens.fill_(1)
             return metadata
-        assert metadata.split.headwise is not None
-        metadata.split.headwise.rows.seq_lens.fill_(1)
+        for part in metadata.after:
+            assert isinstance(part, HeadwiseBatch)
+            part.rows.seq_lens.fill_(1)
         return metadata
 
     def _start_layers(self, layers: list[Any], state: RetentionState, kernels: Kernels) -> None:

@@ -14,8 +14,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cuda_backend import CudaMetadataBuilder
-from vllm_kvselect.engine.prompts import Prompt
-from vllm_kvselect.methods import METHODS
+from vllm_kvselect.engine.step.request import Request
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.retention import cuts
 
 _LONGEST = 16384
@@ -37,11 +37,11 @@ def warm_up(
     for method in methods:
         config = eviction.model_copy(update={"method": method})
         for num_tokens in _lengths(builder, config):
-            prompt = Prompt.planned(num_tokens, builder.block_size, config)
-            _pack(builder, prompt, num_tokens)
+            request = Request.planned(num_tokens, builder.block_size, config)
+            _pack(builder, request, num_tokens)
             if not METHODS[method].whole_prompt:
-                _pack(builder, prompt, config.window)  # reads the rest from the cache
-    nothing = Prompt(0, eviction, None)
+                _pack(builder, request, config.window)  # reads the rest from the cache
+    nothing = Request(0, eviction, None)
     rows = builder.tables.decode_batch([nothing], _common(builder, 1, 1), 0).rows
     for index in range(len(builder.layers)):
         builder.tables.of_layer(index, rows)
@@ -61,9 +61,11 @@ def _lengths(builder: CudaMetadataBuilder, config: EvictionConfig) -> list[int]:
     return [first, first + 1, *doubled]
 
 
-def _pack(builder: CudaMetadataBuilder, prompt: Prompt, num_new: int) -> None:
+def _pack(builder: CudaMetadataBuilder, request: Request, num_new: int) -> None:
     """Packs a prompt whose last `num_new` tokens are computed in this step."""
-    split = builder.splitter(lambda _: [prompt]).split(_common(builder, prompt.num_tokens, num_new))
+    request.begin_again()
+    common = _common(builder, request.num_prompt_tokens, num_new)
+    split = builder.splitter(lambda _: [request]).split(common)
     assert split is not None
     dtype = builder.vllm_config.model_config.dtype
     for layer in builder.layers:
@@ -71,8 +73,10 @@ def _pack(builder: CudaMetadataBuilder, prompt: Prompt, num_new: int) -> None:
             torch.zeros(num_new, heads, layer.head_size, dtype=dtype, device=builder.device)
             for heads in (layer.num_heads, layer.num_kv_heads)
         )
+        for observation in split.observations:
+            layer.impl.observe(query, key, key, observation)
         for completion in split.completions:
-            layer.impl.pack(query, key, key, layer.kv_cache, completion)
+            layer.impl.pack(query, key, key, completion)
 
 
 def _common(builder: CudaMetadataBuilder, seq_len: int, num_new: int) -> CommonAttentionMetadata:

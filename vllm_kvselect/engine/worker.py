@@ -21,15 +21,15 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_kvselect.config import CONFIG_KEY, EvictionConfig
 from vllm_kvselect.engine.checks import refuse_mixed_groups
-from vllm_kvselect.engine.headwise import HeadwiseBuilder
-from vllm_kvselect.engine.headwise_impl import HeadwiseImpl
 from vllm_kvselect.engine.metrics import StepReport
 from vllm_kvselect.engine.output_projection import find_output_projections, materialise
-from vllm_kvselect.engine.prompts import LivePrompts, Prompt
 from vllm_kvselect.engine.spec import HeadwiseSpec, with_eviction
-from vllm_kvselect.engine.state import RetentionState
+from vllm_kvselect.engine.step.builder import HeadwiseBuilder
+from vllm_kvselect.engine.step.layer import HeadwiseImpl
+from vllm_kvselect.engine.step.request import LiveRequests, Request
+from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
-from vllm_kvselect.methods import METHODS
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 
@@ -55,7 +55,7 @@ class EvictionWorker(ABC):
         super().__init__(*args, **kwargs)
         self._eviction = EvictionConfig.parse(self.vllm_config.additional_config[CONFIG_KEY])
         block_size = self.vllm_config.cache_config.block_size
-        self._prompts = LivePrompts(self._eviction, block_size)
+        self._requests = LiveRequests(self._eviction, block_size)
         self._states: list[RetentionState] = []
         self._kernels: Kernels = REFERENCES
         self._num_saved_blocks = 0
@@ -94,7 +94,7 @@ class EvictionWorker(ABC):
         refuse_mixed_groups(kv_cache_config, self.vllm_config.cache_config.block_size)
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self._states = [
-            builder.start(kv_cache_config.num_blocks, self._prompts_of, self._kernels)
+            builder.start(kv_cache_config.num_blocks, self._requests_of, self._kernels)
             for builder in self._builders
         ]
 
@@ -121,7 +121,7 @@ class EvictionWorker(ABC):
             "selection_seconds": self._selection_seconds,
             "later_seconds": sum(state.later_stopwatch.seconds for state in self._states),
             "num_evicted": max((state.num_evicted for state in self._states), default=0),
-            "num_requests": len(self._prompts),
+            "num_requests": len(self._requests),
         }
 
     def reset_kv_eviction_stats(self) -> None:
@@ -158,8 +158,8 @@ class EvictionWorker(ABC):
 
     def _begin_step(self, scheduled: SchedulerOutput) -> None:
         """Takes note of what the scheduler says of a step, and packs what the last one left."""
-        self._prompts.update(scheduled)
-        self._prompts.finish_packing()
+        self._requests.update(scheduled)
+        self._requests.finish_packing()
 
     def _report(self) -> StepReport | None:
         """What the step packed, or None if nothing changed.
@@ -167,19 +167,19 @@ class EvictionWorker(ABC):
         Time that a device spends is known a few steps later, and reported then. What the host
         spends on a prompt in two steps is reported with the second one.
         """
-        packed = {prompt for state in self._states for prompt in state.completed}
+        packed = {request for state in self._states for request in state.completed}
         for state in self._states:
             state.completed.clear()
-        if not packed and any(prompt.packing for prompt in self._prompts):
+        if not packed and any(request.packing for request in self._requests):
             return None
         counted = [
-            [prompt.num_tokens, prompt.cut.first_packed]
-            for prompt in packed
-            if prompt.cut is not None and not prompt.is_counted
+            [request.num_prompt_tokens, request.cut.first_packed]
+            for request in packed
+            if request.cut is not None and not request.is_counted
         ]
-        for prompt in packed:
-            prompt.is_packed = prompt.is_counted = True
-        num_saved_blocks, seconds = self._prompts.num_saved_blocks, self._selection_seconds
+        for request in packed:
+            request.is_counted = True
+        num_saved_blocks, seconds = self._requests.num_saved_blocks, self._selection_seconds
         selection_seconds = seconds - self._reported_seconds
         if not packed and not selection_seconds and num_saved_blocks == self._num_saved_blocks:
             return None
@@ -190,7 +190,7 @@ class EvictionWorker(ABC):
     def _selection_seconds(self) -> float:
         return sum(state.selection_seconds for state in self._states)
 
-    def _prompts_of(self, batch: CommonAttentionMetadata) -> list[Prompt]:
+    def _requests_of(self, batch: CommonAttentionMetadata) -> list[Request]:
         """Prompts of a batch's rows, whose order both model runners know."""
         if self.use_v2_model_runner:
             by_index = self.model_runner.req_states.index_to_req_id
@@ -199,7 +199,7 @@ class EvictionWorker(ABC):
             ids = self.model_runner.input_batch.req_ids[: batch.num_reqs]
         # Rows that pad a batch to the size of a graph, and those of dummy batches, have none.
         padding = [None] * (batch.num_reqs - len(ids))
-        return [self._prompts.get(request_id) for request_id in (*ids, *padding)]
+        return [self._requests.get(request_id) for request_id in (*ids, *padding)]
 
     def _bind_output_projections(self) -> None:
         projections = find_output_projections(self.model_runner.get_model())

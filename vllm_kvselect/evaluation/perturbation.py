@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 
 from vllm_kvselect.evaluation.capture import Layer
+from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.snapkv import window_attention
 from vllm_kvselect.scoring.value_norms import value_norms
 
@@ -28,7 +29,7 @@ def following_attention(layer: Layer, num_prompt_tokens: int) -> torch.Tensor:
         `[num_heads, num_following, num_tokens]`: rows sum to 1.
     """
     query = layer.query[num_prompt_tokens:]
-    weights = window_attention(query, layer.key, layer.scale)
+    weights = window_attention(ScoringInputs(query, layer.key, layer.value, layer.scale))
     return weights.view(query.shape[1], query.shape[0], -1)
 
 

@@ -9,16 +9,11 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.evaluation.capture import Layer
 from vllm_kvselect.evaluation.errors import EvaluationError
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
-from vllm_kvselect.methods import (
-    METHODS,
-    Retention,
-    retain,
-    retain_pool,
-    score_layer,
-)
+from vllm_kvselect.methods.choice import Retention, retain, retain_pool, score_layer
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.ranking import Candidates
 from vllm_kvselect.retention import Cut, cuts
-from vllm_kvselect.scoring.value_norms import OutputProjection
+from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.selection import stage_1_mask
 
 
@@ -120,25 +115,24 @@ def _choose(prompt: Prompt, cut: Cut, config: EvictionConfig) -> Iterator[tuple[
         pool = (cut.num_packed, prompt.block_size, config, prompt.kernels)
         yield everything, retain_pool(candidates, *pool)
         return
-    for index, layer in enumerate(prompt.layers):
-        inputs = _inputs(prompt, layer, scored, config)
+    for index in range(len(prompt.layers)):
+        inputs = _inputs(prompt, index, scored, config)
         sizes = (cut.num_packed, prompt.block_size)
-        retention = retain(*inputs, *sizes, config, index, prompt.kernels)
+        retention = retain(inputs, *sizes, config, prompt.kernels)
         yield slice(index, index + 1), retention
 
 
 def _score(prompt: Prompt, layers: slice, scored: int, config: EvictionConfig) -> Candidates:
     chosen = []
     for index in range(len(prompt.layers))[layers]:
-        inputs = _inputs(prompt, prompt.layers[index], scored, config)
-        chosen.append(score_layer(*inputs, config, index, prompt.kernels))
+        inputs = _inputs(prompt, index, scored, config)
+        chosen.append(score_layer(inputs, config, prompt.kernels))
     return Candidates.stack(chosen)
 
 
-def _inputs(
-    prompt: Prompt, layer: Layer, scored: int, config: EvictionConfig
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, OutputProjection, float]:
-    """Query, key, value, W_O and scale, as `methods.retain` takes them."""
+def _inputs(prompt: Prompt, index: int, scored: int, config: EvictionConfig) -> ScoringInputs:
+    """What the methods read of a layer."""
+    layer = prompt.layers[index]
     query, key = layer.query[: prompt.num_tokens], layer.key[:, : prompt.num_tokens]
     if not METHODS[config.method].whole_prompt:
         if prompt.what_if == "foresight":
@@ -148,4 +142,4 @@ def _inputs(
     value = layer.value[:, :scored]
     if prompt.what_if == "equal-norms":
         value = torch.ones_like(value)
-    return query, key, value, layer.output_projection, layer.scale
+    return ScoringInputs(query, key, value, layer.scale, layer.output_projection, layer_index=index)

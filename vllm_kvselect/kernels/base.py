@@ -13,14 +13,9 @@ import torch
 from vllm_kvselect import allocation, compaction, page_table, pruning, selection
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.page_table import PageTable
-from vllm_kvselect.scoring import h2o, snapkv, value_norms
+from vllm_kvselect.scoring import snapkv, value_norms
+from vllm_kvselect.scoring.inputs import Scorer
 from vllm_kvselect.scoring.value_norms import OutputProjection
-
-Scorer = Callable[
-    [torch.Tensor, torch.Tensor, float, EvictionConfig, int, torch.Tensor | None], torch.Tensor
-]
-"""`(query, key, scale, config, layer_index, sinks)` -> scores of what comes before the window,
-`[num_kv_heads, num_prompt_tokens - window]`."""
 
 Allocator = Callable[[torch.Tensor, int, int, EvictionConfig], torch.Tensor]
 """`(ranking, num_packed, block_size, config)` -> pages per head `[num_kv_heads]`."""
@@ -50,7 +45,6 @@ class Kernels:
 
     Attributes:
         snapkv_scores: Scores of the observation window.
-        h2o_scores: Scores of the whole prompt.
         projected_value_norms: Norms of all entries.
         uniform_pages: The same number of pages for every head.
         adaptive_pages: Pages by the heads' best entries, with a safeguard.
@@ -67,7 +61,6 @@ class Kernels:
     """
 
     snapkv_scores: Scorer = snapkv.snapkv_scores
-    h2o_scores: Scorer = h2o.h2o_scores
     projected_value_norms: Callable[[torch.Tensor, OutputProjection], torch.Tensor] = (
         value_norms.projected_value_norms
     )

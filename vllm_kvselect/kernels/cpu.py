@@ -16,6 +16,7 @@ from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.kernels.build import load_library
 from vllm_kvselect.scoring import snapkv
 from vllm_kvselect.scoring import value_norms as references
+from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -65,20 +66,15 @@ def pack(projection: OutputProjection) -> OutputProjection:
     return projection._replace(weight=weight.to("meta"), packed=_call("pack_weight", weight))
 
 
-def snapkv_scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    scale: float,
-    config: EvictionConfig,
-    layer_index: int = 0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+def snapkv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `snapkv.snapkv_scores`, for means over the group and maxima in the pooling."""
     as_usual = config.group_reduction == "mean" and config.pooling == "max"
+    query, key = inputs.query, inputs.key
     if key.dtype not in _DTYPES or key.shape[2] % 2 or not as_usual:
-        return snapkv.snapkv_scores(query, key, scale, config, layer_index, sinks)
-    logits = None if sinks is None else sinks.float()
-    return _call("snapkv_scores", _rows(query), _rows(key), scale, config.kernel_size, logits)
+        return snapkv.snapkv_scores(inputs, config)
+    sinks = None if inputs.sinks is None else inputs.sinks.float()
+    options = (inputs.scale, config.kernel_size, sinks)
+    return _call("snapkv_scores", _rows(query), _rows(key), *options)
 
 
 def projected_value_norms(value: torch.Tensor, projection: OutputProjection) -> torch.Tensor:

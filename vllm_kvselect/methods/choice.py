@@ -5,10 +5,13 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_kvselect.allocation import pyramid_blocks
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.base import REFERENCES, Allocator, Kernels
-from vllm_kvselect.methods.registry import METHODS, Method
-from vllm_kvselect.ranking import Candidates, by_score
+from vllm_kvselect.methods.registry import METHODS, Method, scorer_named
+from vllm_kvselect.ranking import RANKINGS, Candidates
+from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.observer import Observer
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selection import stage_2_keys
 
@@ -29,45 +32,33 @@ class Retention(NamedTuple):
 
 
 def retain(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output_projection: OutputProjection | None,
-    scale: float,
+    inputs: ScoringInputs,
     num_packed: int,
     block_size: int,
     config: EvictionConfig,
-    layer_index: int = 0,
     kernels: Kernels = REFERENCES,
-    sinks: torch.Tensor | None = None,
 ) -> Retention:
     """Scores, allocates and selects: the whole choice of one layer for one prompt.
 
     Args:
-        query: Queries of the observation window, `[window, num_heads, head_size]`; of the whole
-            prompt for methods with `whole_prompt`.
-        key: Keys of the whole prompt, `[num_kv_heads, num_prompt_tokens, head_size]`.
-        value: Values of the tokens before the tail, `[num_kv_heads, num_tokens, head_size]`; only
-            these compete, the tail is retained anyway.
-        output_projection: The layer's W_O; None for methods without perturbation.
-        scale: Softmax scale of the layer.
-        num_packed: Packed blocks of the retention plan, fewer than `num_tokens / block_size`.
+        inputs: Queries of the observation window (of the whole prompt for methods with
+            `whole_prompt`), keys of the whole prompt, and values of the tokens before the tail:
+            only these compete, the tail is retained anyway.
+        num_packed: Packed blocks, fewer than the values' tokens fill.
         block_size: Entries per page.
         config: Method and parameters.
-        layer_index: The layer's place in the model.
         kernels: What computes the parts.
-        sinks: The layer's attention sinks, `[num_heads]`, or None.
 
     Returns:
         The retained entries and the heads' runs.
     """
-    inputs = (query, key, value, output_projection, scale)
-    layer = score_layer(*inputs, config, layer_index, kernels, sinks)
-    return retain_layer(layer, value, output_projection, num_packed, block_size, config, kernels)
+    layer = score_layer(inputs, config, kernels)
+    values, projection = inputs.value, inputs.output_projection
+    return retain_layer(layer, values, projection, num_packed, block_size, config, kernels)
 
 
 def needs_values(candidates: Candidates, config: EvictionConfig) -> bool:
-    """Whether the second half of the choice needs values: norms are left to it, and wanted."""
+    """Whether the second half of the choice still has to compute norms, and so needs values."""
     return METHODS[config.method].two_stages and candidates.norms is None
 
 
@@ -100,7 +91,7 @@ def retain_layer(
         assert output_projection is not None
         return kernels.select_pruned(
             candidates.scores,
-            candidates.weights,
+            candidates.stage_2,
             value,
             output_projection,
             budgets,
@@ -114,35 +105,40 @@ def retain_layer(
 
 
 def score_layer(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output_projection: OutputProjection | None,
-    scale: float,
+    inputs: ScoringInputs,
     config: EvictionConfig,
-    layer_index: int = 0,
     kernels: Kernels = REFERENCES,
-    sinks: torch.Tensor | None = None,
+    observer: Observer | None = None,
 ) -> Candidates:
-    """The first half of the choice, which needs a layer's tensors; arguments as in `retain`.
+    """The first half of the choice, which needs a layer's tensors.
+
+    Args:
+        inputs: As in `retain`.
+        config: Method and parameters.
+        kernels: What computes the parts.
+        observer: What has seen the prompt in chunks; None where `inputs` has all queries.
 
     Returns:
         The layer's competing entries, `[num_kv_heads, num_tokens]` each. Norms are left out where
         they can be pruned once the budgets are known.
     """
-    method, num_tokens = METHODS[config.method], value.shape[1]
-    inputs = (query, key, scale)
-    scorer = kernels.scorer(method.scorer)
-    scores = weights = scorer(*inputs, config, layer_index, sinks)[:, :num_tokens]
+    method, num_tokens = METHODS[config.method], inputs.value.shape[1]
+
+    def scores_by(name: str, parameters: EvictionConfig) -> torch.Tensor:
+        scorer = kernels.scorer(scorer_named(name))
+        if observer is None:
+            return scorer(inputs, parameters)[:, :num_tokens]
+        return observer.scores(inputs, scorer, parameters)[:, :num_tokens]
+
+    scores, weights, norms = scores_by(method.scorer, config), None, None
     unpooled = config.stage_2_scores == "unpooled"
     if method.perturbation and (method.weigher or unpooled):
         stage_2 = config.model_copy(update={"kernel_size": 1}) if unpooled else config
-        weigher = kernels.scorer(method.weigher) if method.weigher else scorer
-        weights = weigher(*inputs, stage_2, layer_index, sinks)[:, :num_tokens]
-    norms = None
-    if method.perturbation and (method.pooled or method.ranking is not by_score):
-        assert output_projection is not None
-        norms = kernels.projected_value_norms(value, output_projection).to(scores.dtype)
+        weights = scores_by(method.weigher or method.scorer, stage_2)
+    if method.perturbation and (method.pooled or method.ranking != "score"):
+        assert inputs.output_projection is not None
+        norms = kernels.projected_value_norms(inputs.value, inputs.output_projection)
+        norms = norms.to(scores.dtype)
     return Candidates(scores, weights, norms)
 
 
@@ -192,9 +188,8 @@ def _choose(
             norms that the method needs.
     """
     method = METHODS[config.method]
-    ranking = method.ranking(candidates, num_packed * block_size, config)
-    allocator = getattr(kernels, method.allocator)
-    pages = _allocate(method, allocator, ranking, num_packed, block_size, config)
+    ranking = RANKINGS[method.ranking](candidates, num_packed * block_size, config)
+    pages = _allocate(method, ranking, num_packed, block_size, config, kernels)
     budgets = pages * block_size
     num_retained = num_packed * budgets.shape[0] * block_size
     if needs_values(candidates, config):
@@ -221,25 +216,26 @@ def _keys(
     if not method.two_stages:
         return keys
     stage_1 = kernels.stage_1_mask(candidates.scores.flatten(0, 1), budgets, config.alpha)
-    if method.ranking is not by_score:
+    if method.ranking != "score":
         return keys.masked_fill(stage_1, float("inf"))
     assert candidates.norms is not None
-    weights, norms = (part.flatten(0, 1) for part in (candidates.weights, candidates.norms))
+    weights, norms = (part.flatten(0, 1) for part in (candidates.stage_2, candidates.norms))
     return stage_2_keys(weights, norms, stage_1, config.eps)
 
 
 def _allocate(
     method: Method,
-    allocator: Allocator,
     ranking: torch.Tensor,
     num_packed: int,
     block_size: int,
     config: EvictionConfig,
+    kernels: Kernels,
 ) -> torch.Tensor:
     """Pages of every head of every layer, `[num_layers * num_kv_heads]`."""
-    num_layers, _, num_tokens = ranking.shape
-    if method.layer_split is None:
+    allocator: Allocator = getattr(kernels, method.allocator)
+    if not method.pyramid:
         return allocator(ranking.flatten(0, 1), num_packed, block_size, config)
-    blocks = method.layer_split(num_packed, num_layers, num_tokens // block_size, config)
+    num_layers, _, num_tokens = ranking.shape
+    blocks = pyramid_blocks(num_packed, num_layers, num_tokens // block_size, config)
     layers = zip(ranking, blocks, strict=True)
     return torch.cat([allocator(layer, n, block_size, config) for layer, n in layers])

@@ -1,33 +1,22 @@
-"""METHODS: every method by name, made of a scorer, a ranking and an allocator."""
+"""METHODS: every method by name, as plain data: which parts it is made of.
 
-from collections.abc import Callable
+Parts are named, not imported, so that the configuration knows the methods without loading PyTorch.
+"""
+
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from vllm_kvselect.allocation import pyramid_blocks
-from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.kernels.base import Scorer
-from vllm_kvselect.ranking import Candidates, by_bound, by_defence, by_score
-from vllm_kvselect.scoring.at_random import random_scores
-from vllm_kvselect.scoring.defensivekv import defensive_scores, mean_attention
-from vllm_kvselect.scoring.h2o import accumulate, h2o_scores
-from vllm_kvselect.scoring.snapkv import snapkv_scores
-from vllm_kvselect.scoring.streaming_llm import streaming_llm_scores
-
-Accumulator = Callable[[torch.Tensor, torch.Tensor, int, float, torch.Tensor | None], torch.Tensor]
-"""`(query, key, first_position, scale, sinks)` -> what a chunk of queries adds to the scores of
-keys so far, `[num_kv_heads, num_keys]`."""
-
-Ranking = Callable[[Candidates, int, EvictionConfig], torch.Tensor]
-"""`(candidates, even, config)` -> what allocation counts, of the candidates' shape."""
+if TYPE_CHECKING:
+    from vllm_kvselect.scoring.inputs import Scorer
+    from vllm_kvselect.scoring.observer import Observer
 
 AllocatorName = Literal["uniform_pages", "adaptive_pages", "shared_pages"]
-"""Fields of `Kernels` that allocate."""
+"""Functions of `allocation.py`, fields of `Kernels`."""
 
-LayerSplit = Callable[[int, int, int, EvictionConfig], list[int]]
-"""`(num_packed, num_layers, num_blocks, config)` -> packed blocks per layer."""
+RankingName = Literal["score", "bound", "defence"]
+"""Keys of `ranking.RANKINGS`."""
 
 
 @dataclass(frozen=True)
@@ -35,40 +24,58 @@ class Method:
     """A way to choose what is retained.
 
     Attributes:
-        scorer: Importance of each entry.
+        scorer: Importance of each entry: a function in `scoring/`, such as `snapkv:snapkv_scores`.
         allocator: Pages of each head.
         paper: Where the method was published.
         summary: What it retains, in one line.
         cost: What it computes for that, per layer and prompt.
         limits: What it cannot do or see.
         ranking: What allocation counts.
-        weigher: Scores that stage 2 multiplies by norms; None for those of `scorer`.
+        weigher: Scores that stage 2 multiplies by norms, named as `scorer`; None for those of it.
+        observer: What is remembered of a prompt until it is scored: a class in `scoring/`.
         perturbation: Whether projected value norms, and so the output projection, are needed.
         two_stages: Whether selection has a second stage, once the budgets are known.
         pooled: Whether the layers of a request share its packed pages.
-        layer_split: Blocks of each layer of a pooled method; None where all heads compete.
-        accumulator: How the scores add up chunk by chunk, where the scorer needs the queries of the
-            whole prompt; None where those of the window are enough.
+        pyramid: Whether each layer of a pooled method gets a fixed part of them (PyramidKV); else
+            all heads compete.
     """
 
-    scorer: Scorer
+    scorer: str
     allocator: AllocatorName
     paper: str
     summary: str
     cost: str
     limits: str
-    ranking: Ranking = by_score
-    weigher: Scorer | None = None
+    ranking: RankingName = "score"
+    weigher: str | None = None
+    observer: str = "observer:WindowQueries"
     perturbation: bool = False
     two_stages: bool = False
     pooled: bool = False
-    layer_split: LayerSplit | None = None
-    accumulator: Accumulator | None = None
+    pyramid: bool = False
+
+    @property
+    def observer_class(self) -> "type[Observer]":
+        """The class that `observer` names."""
+        found: type[Observer] = scoring_part(self.observer)
+        return found
 
     @property
     def whole_prompt(self) -> bool:
-        """Whether the scorer needs the queries of the whole prompt."""
-        return self.accumulator is not None
+        """Whether every token of the prompt must be computed, none taken from the prefix cache."""
+        return self.observer_class.whole_prompt
+
+
+@cache
+def scoring_part(name: str) -> Any:
+    """What a name such as `snapkv:snapkv_scores` stands for in `scoring/`."""
+    return resolve_name(f"vllm_kvselect.scoring.{name}")
+
+
+def scorer_named(name: str) -> "Scorer":
+    """The scorer of a name."""
+    found: Scorer = scoring_part(name)
+    return found
 
 
 def _perturbed(method: Method, name: str) -> Method:
@@ -89,16 +96,16 @@ _WINDOW = "attention of the window"
 _GUESS = "what later tokens ask for is guessed from the window"
 
 _H2O = Method(
-    scorer=h2o_scores,
+    scorer="h2o:h2o_scores",
     allocator="uniform_pages",
     paper="H2O, arXiv 2306.14048",
     summary="what the whole prompt attended to",
     cost="attention of the whole prompt once more, quadratic in its length",
     limits="favours early tokens, which more queries see; takes nothing from the prefix cache",
-    accumulator=accumulate,
+    observer="h2o:AttentionSums",
 )
 _SNAPKV = Method(
-    scorer=snapkv_scores,
+    scorer="snapkv:snapkv_scores",
     allocator="uniform_pages",
     paper="SnapKV, arXiv 2404.14469",
     summary="what the last prompt tokens attend to, the same number for every head",
@@ -117,7 +124,7 @@ _PYRAMIDKV = replace(
     summary="as snapkv, more in lower layers and less in higher ones",
     limits=f"{_GUESS}; the pyramid is the same for every prompt",
     pooled=True,
-    layer_split=pyramid_blocks,
+    pyramid=True,
 )
 _ADA_PYRAMIDKV = replace(
     _PYRAMIDKV,
@@ -126,9 +133,9 @@ _ADA_PYRAMIDKV = replace(
     summary="as pyramidkv, inside a layer as adakv",
 )
 _DEFENSIVEKV = Method(
-    scorer=mean_attention,
-    weigher=defensive_scores,
-    ranking=by_defence,
+    scorer="defensivekv:mean_attention",
+    weigher="defensivekv:defensive_scores",
+    ranking="defence",
     allocator="shared_pages",
     perturbation=True,
     paper="DefensiveKV, arXiv 2510.13334",
@@ -138,7 +145,7 @@ _DEFENSIVEKV = Method(
 )
 _THETAKV = replace(
     _SNAPKV,
-    ranking=by_bound,
+    ranking="bound",
     allocator="adaptive_pages",
     perturbation=True,
     two_stages=True,
@@ -147,9 +154,18 @@ _THETAKV = replace(
     cost=f"{_WINDOW}; norms of every entry",
 )
 
+_KEYDIFF = Method(
+    scorer="keydiff:keydiff_scores",
+    allocator="uniform_pages",
+    paper="KeyDiff, arXiv 2504.15364",
+    summary="keys that are unlike the others of their head, whatever is asked later",
+    cost="one pass over the keys",
+    limits="blind to what is asked; common words with common keys are dropped first",
+)
+
 METHODS: dict[str, Method] = {
     "streaming-llm": Method(
-        scorer=streaming_llm_scores,
+        scorer="streaming_llm:streaming_llm_scores",
         allocator="uniform_pages",
         paper="StreamingLLM, arXiv 2309.17453",
         summary="the first tokens and the latest ones",
@@ -157,7 +173,7 @@ METHODS: dict[str, Method] = {
         limits="blind to the text: the middle is always dropped",
     ),
     "random": Method(
-        scorer=random_scores,
+        scorer="at_random:random_scores",
         allocator="uniform_pages",
         paper="a baseline, in no paper",
         summary="entries drawn evenly, others for every head and layer",
@@ -166,6 +182,7 @@ METHODS: dict[str, Method] = {
     ),
     "h2o": _H2O,
     "h2o-perturb": _perturbed(_H2O, "h2o"),
+    "keydiff": _KEYDIFF,
     "snapkv": _SNAPKV,
     "snapkv-perturb": _perturbed(_SNAPKV, "snapkv"),
     "adakv": _ADAKV,

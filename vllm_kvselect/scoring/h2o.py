@@ -1,72 +1,78 @@
 """H2O (arXiv 2306.14048): the attention that an entry has gathered from the whole prompt."""
 
+from dataclasses import replace
+
 import torch
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
+from vllm_kvselect.scoring.observer import Observer
 from vllm_kvselect.scoring.snapkv import window_attention
 
 _BLOCK_ELEMENTS = 2**22
 """Attention weights alive at once, 16 MiB in float32: memory does not grow with the prompt."""
 
 
-def h2o_scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    scale: float,
-    config: EvictionConfig,
-    layer_index: int = 0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+def h2o_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Scores every entry before the window by its accumulated attention.
 
     The sum over all prompt queries that see the entry, the mean over the query group.
 
     Args:
-        query: Queries of the *whole* prompt, `[num_prompt_tokens, num_heads, head_size]`.
-        key: `[num_kv_heads, num_prompt_tokens, head_size]`.
-        scale: Softmax scale.
+        inputs: Queries and keys of the *whole* prompt.
         config: Gives `window`.
-        layer_index: Unused; every scorer has this signature.
-        sinks: As in `window_attention`.
 
     Returns:
-        `[num_kv_heads, num_prompt_tokens - window]`, at least float32.
+        `[num_kv_heads, num_tokens - window]`, at least float32.
     """
-    return accumulate(query, key, 0, scale, sinks)[:, : key.shape[1] - config.window]
+    return accumulate(inputs)[:, : inputs.key.shape[1] - config.window]
 
 
-def accumulate(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    first_position: int,
-    scale: float,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+def accumulate(inputs: ScoringInputs) -> torch.Tensor:
     """Attention that a chunk of queries pays to every key so far.
 
     Additive: the sums of a prompt's chunks, each padded with zeros to the prompt's length, add up
     to those of the whole prompt. Blocked over queries, so that memory stays bounded.
 
     Args:
-        query: Queries of the chunk, `[num_queries, num_heads, head_size]`.
-        key: Keys up to the chunk's end,
-            `[num_kv_heads, first_position + num_queries, head_size]`.
-        first_position: Position of the chunk's first token in the prompt.
-        scale: Softmax scale.
-        sinks: As in `window_attention`.
+        inputs: Queries of the chunk, and keys from the prompt's first token to the chunk's end.
 
     Returns:
-        `[num_kv_heads, first_position + num_queries]`, at least float32: summed over the chunk's
-        queries, averaged over the query group.
+        `[num_kv_heads, num_tokens]`, at least float32: summed over the chunk's queries, averaged
+        over the query group.
     """
-    num_queries, num_heads, _ = query.shape
-    num_kv_heads, num_keys, _ = key.shape
-    dtype = torch.promote_types(key.dtype, torch.float32)
-    total = torch.zeros(num_kv_heads, num_keys, dtype=dtype, device=key.device)
-    step = max(1, _BLOCK_ELEMENTS // (num_heads * num_keys))
+    num_queries, num_heads, _ = inputs.query.shape
+    num_kv_heads, num_tokens, _ = inputs.key.shape
+    dtype = torch.promote_types(inputs.key.dtype, torch.float32)
+    total = torch.zeros(num_kv_heads, num_tokens, dtype=dtype, device=inputs.key.device)
+    step = max(1, _BLOCK_ELEMENTS // (num_heads * num_tokens))
     for start in range(0, num_queries, step):
         stop = min(start + step, num_queries)
-        seen = first_position + stop
-        rows = window_attention(query[start:stop], key[:, :seen], scale, sinks)
-        total[:, :seen] += rows.sum(dim=1)
+        seen = inputs.num_scored + stop
+        part = replace(inputs, query=inputs.query[start:stop], key=inputs.key[:, :seen])
+        total[:, :seen] += window_attention(part).sum(dim=1)
     return total.div_(num_heads // num_kv_heads)
+
+
+class AttentionSums(Observer):
+    """The sums, added up chunk by chunk."""
+
+    whole_prompt = True
+    reads_earlier_keys = True
+    _sums: torch.Tensor | None = None
+
+    @property
+    def first_position(self) -> int:
+        """The prompt's first token."""
+        return 0
+
+    def _observe(self, inputs: ScoringInputs, first_position: int) -> None:
+        added = accumulate(inputs)
+        if self._sums is None:
+            self._sums = added.new_zeros(self.num_layers, len(added), self.num_tokens)
+        self._sums[inputs.layer_index, :, : added.shape[1]] += added
+
+    def scores(self, inputs: ScoringInputs, scorer: Scorer, config: EvictionConfig) -> torch.Tensor:
+        """The sums of what `h2o_scores` would add up at once; see `Observer.scores`."""
+        assert self._sums is not None
+        return self._sums[inputs.layer_index, :, : self.num_tokens - config.window]

@@ -4,16 +4,10 @@ import torch
 import torch.nn.functional as F
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scoring.inputs import ScoringInputs
 
 
-def snapkv_scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    scale: float,
-    config: EvictionConfig,
-    layer_index: int = 0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+def snapkv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Scores every entry before the window by the window's attention to it.
 
     Softmax over all keys, causal inside the window; mean over the window's queries and the query
@@ -22,51 +16,42 @@ def snapkv_scores(
     Options take the maximum over the group, or the mean in the pooling.
 
     Args:
-        query: Queries of the last `window` prompt tokens, `[window, num_heads, head_size]`.
-        key: All keys of the prompt, `[num_kv_heads, num_prompt_tokens, head_size]`.
-        scale: Softmax scale, as the layer uses it.
+        inputs: Queries of the window and the prompt's keys.
         config: Gives `group_reduction`, `pooling` and `kernel_size`.
-        layer_index: Unused; every scorer has this signature.
-        sinks: As in `window_attention`.
 
     Returns:
-        `[num_kv_heads, num_prompt_tokens - window]`, at least float32.
+        `[num_kv_heads, num_tokens - window]`, at least float32.
     """
-    window, num_kv_heads = query.shape[0], key.shape[0]
-    rows = window_attention(query, key, scale, sinks)
+    window, num_kv_heads = inputs.query.shape[0], inputs.key.shape[0]
+    rows = window_attention(inputs)
     if config.group_reduction == "mean":
         attention = rows.mean(dim=1)
     else:
         attention = rows.view(num_kv_heads, -1, window, rows.shape[2]).mean(dim=2).amax(dim=1)
     pool = max_pool if config.pooling == "max" else mean_pool
-    return pool(attention[:, : key.shape[1] - window], config.kernel_size)
+    return pool(attention[:, : inputs.num_scored], config.kernel_size)
 
 
-def window_attention(
-    query: torch.Tensor, key: torch.Tensor, scale: float, sinks: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Attention weights of the window's queries over the whole prompt.
+def window_attention(inputs: ScoringInputs) -> torch.Tensor:
+    """Attention weights of the last tokens' queries over all tokens so far.
 
     Args:
-        query: `[window, num_heads, head_size]`, head `h` reads KV head `h // group`.
-        key: `[num_kv_heads, num_prompt_tokens, head_size]`.
-        scale: Softmax scale.
-        sinks: Attention sinks, `[num_heads]`: a logit that every softmax of the query head has
-            besides those of the keys (gpt-oss), or None.
+        inputs: Queries, of which head `h` reads KV head `h // group`, and keys.
 
     Returns:
-        `[num_kv_heads, group * window, num_prompt_tokens]`: rows sum to 1, or to what the sinks
-        leave of it. At least float32.
+        `[num_kv_heads, group * num_queries, num_tokens]`: rows sum to 1, or to what the sinks leave
+        of it. At least float32.
     """
+    query, key, sinks = inputs.query, inputs.key, inputs.sinks
     window, num_heads, head_size = query.shape
-    num_kv_heads, num_prompt_tokens, _ = key.shape
+    num_kv_heads, num_tokens, _ = key.shape
     dtype = torch.promote_types(key.dtype, torch.float32)
     # [window, num_heads, head_size] -> [num_kv_heads, group * window, head_size]
     rows = query.view(window, num_kv_heads, num_heads // num_kv_heads, head_size)
     rows = rows.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_size).to(dtype)
-    logits = torch.bmm(rows * scale, key.to(dtype).transpose(1, 2))
+    logits = torch.bmm(rows * inputs.scale, key.to(dtype).transpose(1, 2))
     future = torch.ones(window, window, dtype=torch.bool, device=key.device).triu(1)
-    in_window = logits.view(num_kv_heads, -1, window, num_prompt_tokens)[..., -window:]
+    in_window = logits.view(num_kv_heads, -1, window, num_tokens)[..., -window:]
     in_window.masked_fill_(future, float("-inf"))
     if sinks is None:
         return torch.softmax(logits, dim=-1)

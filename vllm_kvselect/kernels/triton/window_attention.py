@@ -17,6 +17,7 @@ from vllm_kvselect.kernels.triton.pooling import pool
 from vllm_kvselect.kernels.triton.products import multiply, padded, tile_size
 from vllm_kvselect.kernels.triton.selection import rows
 from vllm_kvselect.scoring import snapkv
+from vllm_kvselect.scoring.inputs import ScoringInputs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,18 +30,13 @@ _LEAST_SPLIT = 512
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
 
-def snapkv_scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    scale: float,
-    config: EvictionConfig,
-    layer_index: int = 0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+def snapkv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `scoring.snapkv.snapkv_scores`."""
-    if query.dtype not in DTYPES:
-        return snapkv.snapkv_scores(query, key, scale, config, layer_index, sinks)
-    attention = window_attention(query, key, scale, config.group_reduction, sinks)
+    if inputs.query.dtype not in DTYPES:
+        return snapkv.snapkv_scores(inputs, config)
+    attention = window_attention(
+        inputs.query, inputs.key, inputs.scale, config.group_reduction, inputs.sinks
+    )
     return pool(attention, config.pooling, config.kernel_size)
 
 

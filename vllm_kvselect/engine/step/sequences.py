@@ -10,8 +10,8 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvselect.engine.page_tables import SettledRows
-from vllm_kvselect.engine.rows import (
+from vllm_kvselect.engine.step.page_tables import SettledRows
+from vllm_kvselect.engine.step.rows import (
     Rows,
     Tokens,
     head_queries,
@@ -121,7 +121,7 @@ def headwise_batch(
     Returns:
         The sequences, still without page tables.
     """
-    cuts = [cut for row in chosen if (cut := rows.prompts[row].cut) is not None]
+    cuts = [cut for row in chosen if (cut := rows.requests[row].cut) is not None]
     stock_lens = rows.stock_lens[chosen]
     lens = rows.query_lens[chosen] - stock_lens
     starts = rows.query_start[chosen] + stock_lens

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvselect.engine.prompts import Prompt
+from vllm_kvselect.engine.step.request import Request
 
 Indices = slice | np.ndarray
 """Indices on the host: a slice where they are consecutive, so that nothing is copied."""
@@ -24,14 +24,14 @@ class Rows(NamedTuple):
         seq_lens: Tokens of the request after this step.
         cut_positions: Tokens before each row's cut; the sequence length for rows without one, so
             that all their tokens come before it.
-        prompts: Prompt of each row, with its cut.
+        requests: Request of each row.
     """
 
     query_start: np.ndarray
     query_lens: np.ndarray
     seq_lens: np.ndarray
     cut_positions: np.ndarray
-    prompts: list[Prompt]
+    requests: list[Request]
 
     @property
     def num_computed(self) -> np.ndarray:
@@ -43,10 +43,15 @@ class Rows(NamedTuple):
         """Tokens of each row that vLLM's own kernel computes: those before the cut."""
         return (np.minimum(self.seq_lens, self.cut_positions) - self.num_computed).clip(0)
 
+    def stock_tokens(self, row: int) -> slice:
+        """Which tokens of the batch these are, of one row."""
+        start = int(self.query_start[row])
+        return slice(start, start + int(self.stock_lens[row]))
+
     @property
     def completing(self) -> np.ndarray:
         """Rows whose chunk reaches their cut, bool."""
-        has_cut = np.array([prompt.cut is not None for prompt in self.prompts], dtype=bool)
+        has_cut = np.array([request.cut is not None for request in self.requests], dtype=bool)
         return has_cut & (self.stock_lens > 0) & (self.seq_lens >= self.cut_positions)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvselect.engine.state import RetentionState
+from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.page_table import PageTable, headwise_page_table
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_kvselect.engine.pool import KeptCandidates
+from vllm_kvselect.engine.step.packing import KeptCandidates
 from vllm_kvselect.ranking import Candidates
 
 
@@ -24,6 +24,6 @@ def test_candidates_are_copied_into_one_piece_of_memory() -> None:
 def test_nothing_is_chosen_before_all_layers_are_kept() -> None:
     scores = torch.rand(2, 5)
     kept = KeptCandidates(2)
-    kept.keep(0, Candidates(scores, scores, None))
+    kept.keep(0, Candidates(scores))
     with pytest.raises(AssertionError):
         _ = kept.stacked

@@ -1,0 +1,28 @@
+"""Methods are named parts: every name stands for something, and the documents know every method."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.methods.registry import METHODS, scorer_named
+from vllm_kvselect.ranking import RANKINGS
+from vllm_kvselect.scoring.observer import Observer
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "methods.md"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_part_of_a_method_is_there(name: str) -> None:
+    method = METHODS[name]
+    assert callable(scorer_named(method.scorer))
+    assert method.weigher is None or callable(scorer_named(method.weigher))
+    assert issubclass(method.observer_class, Observer)
+    assert method.ranking in RANKINGS
+    assert method.allocator in {field.name for field in fields(Kernels)}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_documents_describe_it(name: str) -> None:
+    assert f"`{name}`" in DOCUMENT.read_text(encoding="utf-8")

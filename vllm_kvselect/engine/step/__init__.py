@@ -1,0 +1,1 @@
+"""A step of the model in a worker: rows, split, packing, page tables, layers."""

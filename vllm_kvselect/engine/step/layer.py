@@ -1,0 +1,286 @@
+"""What the backends' layers have in common: the order in which a split batch is computed.
+
+Attention comes first, then selection for the rows whose prompt is complete, then the tokens past
+their prompts. A batch in which nobody drops anything takes vLLM's path from end to end.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionLayer
+
+from vllm_kvselect.compaction import head_pages, retained_slots
+from vllm_kvselect.config import ConfigError
+from vllm_kvselect.engine.step.packing import Packing
+from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
+from vllm_kvselect.engine.step.split import Completion, Observation, Part, Split, StockPart
+from vllm_kvselect.engine.step.state import RetentionState
+from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.page_table import PageTable
+from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.value_norms import OutputProjection
+
+
+class HeadwiseImpl(ABC):
+    """A layer: vLLM's attention, plus selection, packing and the one-head view.
+
+    Attributes:
+        output_projection: The layer's W_O, bound by the worker for methods that need it.
+        layer_index: The layer's place in its group.
+        kv_cache: Its cache.
+        kernels: What computes the parts of a choice.
+    """
+
+    num_kv_heads: int
+    num_queries_per_kv: int
+    head_size: int
+    scale: float
+    sinks: torch.Tensor | None
+    output_projection: OutputProjection | None = None
+    layer_index: int
+    kv_cache: torch.Tensor
+    kernels: Kernels
+
+    def _connect(
+        self, layer_index: int, kv_cache: torch.Tensor, state: RetentionState, kernels: Kernels
+    ) -> None:
+        """Connects the layer to its group.
+
+        Args:
+            layer_index: The layer's place in the group.
+            kv_cache: The layer's cache.
+            state: State of the group's layers.
+            kernels: What computes the parts of a choice.
+        """
+        self.layer_index, self.kv_cache, self.kernels = layer_index, kv_cache, kernels
+        self._state = state
+        self._score_scale = self.scale
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """No output is quantised on the way: tokens past their prompts are written by other calls.
+
+        Args:
+            quant_key: What vLLM's compiler would fuse.
+
+        Returns:
+            False.
+        """
+        return False
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """vLLM's forward; a split batch is computed in its parts. Shapes are vLLM's."""
+        if not isinstance(attn_metadata, Split):
+            return super().forward(  # type: ignore[misc]
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        split, tensors = attn_metadata, (query, key, value)
+        for part in split.before:
+            self._forward_part(layer, *tensors, kv_cache, part, output)
+        if split.observations or split.completions:
+            with self._state.stopwatch:
+                for observation in split.observations:
+                    self.observe(*tensors, observation)
+                for completion in split.completions:
+                    self.pack(*tensors, completion)
+        for part in split.after:
+            self._forward_part(layer, *tensors, kv_cache, part, output)
+        return output
+
+    def _forward_part(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        part: Part,
+        output: torch.Tensor,
+    ) -> None:
+        """Attention of the tokens of a part, by the call that computes them."""
+        if isinstance(part, StockPart):
+            self._forward_stock(layer, query, key, value, kv_cache, part, output)
+        else:
+            self._forward_headwise(layer, query, part, output)
+
+    def _forward_stock(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        part: StockPart,
+        output: torch.Tensor,
+    ) -> None:
+        """vLLM's own call, on tokens before their cut and on those that drop nothing."""
+        forward, tokens = super().forward, part.tokens  # type: ignore[misc]
+        if tokens is None:
+            forward(layer, query, key, value, kv_cache, part.metadata, output)
+            return
+        attended = output[tokens]
+        forward(layer, query[tokens], key, value, kv_cache, part.metadata, attended)
+        if not isinstance(tokens, slice):
+            output[tokens] = attended
+
+    def _forward_headwise(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        batch: HeadwiseBatch,
+        output: torch.Tensor,
+    ) -> None:
+        """Attention of the tokens past their prompts over the retained entries and the tail."""
+        # [num_tokens, num_heads, head_size], or heads and their elements flattened in the output.
+        by_head = (len(query), self.num_kv_heads, self.num_queries_per_kv, self.head_size)
+        # Fails if it cannot be a view: what is written has to arrive.
+        query, output = query.view(by_head), output.view(by_head)
+        for call in batch.calls(self._table(batch), self.num_kv_heads, self.sinks):
+            attended = call.take(output)
+            self._attend(layer, call.take(query), batch, call, attended)
+            call.put(attended, output)
+
+    @abstractmethod
+    def _table(self, batch: HeadwiseBatch) -> PageTable:
+        """Pages and lengths of the batch's sequences in this layer."""
+
+    @abstractmethod
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        batch: HeadwiseBatch,
+        call: Call,
+        output: torch.Tensor,
+    ) -> None:
+        """The backend's own call, over pages of single heads.
+
+        Args:
+            layer: vLLM's layer, with its scales.
+            query: `[num_queries, group, head_size]`.
+            batch: What bounds the sequences' lengths.
+            call: Which sequences they are.
+            output: Written in place, shaped as `query`; rows may be apart.
+        """
+
+    @abstractmethod
+    def _read_keys(self, pages: torch.Tensor) -> torch.Tensor:
+        """Keys of whole pages in token order, `[num_kv_heads, n, head_size]`."""
+
+    @abstractmethod
+    def read_values(self, pages: torch.Tensor) -> torch.Tensor:
+        """Values of whole pages in token order, `[num_kv_heads, n, head_size]`."""
+
+    def _read(self, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys up to the cut, values at least of what competes, `[num_kv_heads, n, head_size]`."""
+        return self._read_keys(packing.pages), self.read_values(packing.competing_pages)
+
+    @abstractmethod
+    def move_slots(self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves entries from slots to slots of a layer's cache, or of the memory of all layers."""
+
+    def _at_hand(
+        self, key: torch.Tensor, value: torch.Tensor, tokens: slice
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of the step, `[num_kv_heads, n, head_size]`, if attention reads these."""
+        return key[tokens].transpose(0, 1), value[tokens].transpose(0, 1)
+
+    def _scored_queries(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries as scorers take them."""
+        return query
+
+    def observe(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        observation: Observation,
+    ) -> None:
+        """Shows an observer the tokens of a chunk."""
+        tokens = observation.tokens
+        chunk_key, chunk_value = (part[tokens].transpose(0, 1) for part in (key, value))
+        if observation.observer.reads_earlier_keys:
+            chunk_key = self._keys_so_far(key, observation)
+        inputs = self._inputs(self._scored_queries(query[tokens]), chunk_key, chunk_value)
+        observation.observer.observe(inputs, observation.first_position)
+
+    def _keys_so_far(self, key: torch.Tensor, observation: Observation) -> torch.Tensor:
+        """Keys from the prompt's first token to the chunk's end, as attention reads them."""
+        if observation.first_position == 0:
+            at_hand = self._at_hand(key, key, observation.tokens)
+            if at_hand is not None:
+                return at_hand[0]
+        pages = head_pages(observation.blocks, self.num_kv_heads)
+        return self._read_keys(pages)[:, : observation.end]
+
+    def _inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> ScoringInputs:
+        """What scorers may read of this layer."""
+        return ScoringInputs(
+            query,
+            key,
+            value,
+            self._score_scale,
+            self.output_projection,
+            self.sinks,
+            self.layer_index,
+        )
+
+    def pack(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, completion: Completion
+    ) -> None:
+        """Scores what competes in this layer, and packs what is retained unless that waits.
+
+        Args:
+            query: Queries of the step, `[num_tokens, num_heads, head_size]`.
+            key: Keys of the step, `[num_tokens, num_kv_heads, head_size]`.
+            value: Values of the step, likewise.
+            completion: The row that reaches its cut.
+        """
+        packing, tokens = completion.packing, completion.tokens
+        at_hand = self._at_hand(key, value, tokens) if tokens is not None else None
+        key, value = at_hand or self._read(packing)
+        key, value = key[:, : packing.cut.position], value[:, : packing.num_competing]
+        packing.score(self, self._inputs(query[:0], key, value))
+
+    def move_entries(self, retained: torch.Tensor, packing: Packing) -> None:
+        """Moves what this layer retains into the packed blocks."""
+        num_blocks, num_kv_heads, block_size, _ = self.kv_cache.shape
+        sizes = (num_kv_heads, block_size, num_blocks)
+        sources = retained_slots(retained, packing.num_competing, packing.blocks, *sizes)
+        self.move_slots(self.kv_cache, sources, packing.slots)
+
+
+def refuse_layer(**unsupported: object) -> None:
+    """Checks that a layer has none of the features that the one-head view cannot express.
+
+    Args:
+        **unsupported: What the layer has of each feature, by its name with underscores.
+
+    Raises:
+        ConfigError: If there is one.
+    """
+    for feature, present in unsupported.items():
+        if present:
+            raise ConfigError(
+                f"kv_eviction does not support layers with {feature.replace('_', ' ')}; serve this "
+                "model without --kv-eviction"
+            )

@@ -1,0 +1,160 @@
+"""What a worker knows of a request: everything of it lives here, and ends with it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Self
+
+from vllm.utils import length_from_prompt_token_ids_or_embeds
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.methods.registry import METHODS, Method
+from vllm_kvselect.request import planned_config
+from vllm_kvselect.retention import Cut, cuts
+from vllm_kvselect.scoring.observer import Observer
+
+if TYPE_CHECKING:
+    from vllm_kvselect.engine.step.packing import Packing
+
+
+class Phase(Enum):
+    """How far a request with a cut has come."""
+
+    PREFILLING = "prefilling"
+    """Its cut is not reached, or it has none: all entries are there."""
+    SCORED = "scored"
+    """Every entry has its score; the choice is made before the next forward pass."""
+    PACKED = "packed"
+    """What it retains is in the packed blocks; the others are given back."""
+
+
+@dataclass(eq=False)
+class Request:
+    """A request in a worker.
+
+    Attributes:
+        num_prompt_tokens: Length of its prompt.
+        eviction: Its own configuration.
+        cut: Where its entries are dropped, or None.
+        phase: How far it has come.
+        is_counted: Whether it was reported already; a preempted request is packed again.
+        observer: What has seen its tokens so far; None before the first chunk and once scored.
+        packing: The cut that is being made; None before it is reached and once it is made.
+    """
+
+    num_prompt_tokens: int
+    eviction: EvictionConfig
+    cut: Cut | None
+    phase: Phase = Phase.PREFILLING
+    is_counted: bool = False
+    observer: Observer | None = None
+    packing: "Packing | None" = None
+
+    @classmethod
+    def planned(cls, num_prompt_tokens: int, block_size: int, eviction: EvictionConfig) -> Self:
+        """Computes where a request drops entries."""
+        cut = cuts(num_prompt_tokens, block_size, eviction).last_made(num_prompt_tokens)
+        return cls(num_prompt_tokens, eviction, cut)
+
+    @property
+    def method(self) -> Method:
+        """The request's method; only requests with a cut have one."""
+        return METHODS[self.eviction.method]
+
+    @property
+    def num_saved_blocks(self) -> int:
+        """Blocks that it would hold as well if nothing had been dropped."""
+        return self.cut.first_packed if self.cut and self.phase is Phase.PACKED else 0
+
+    def begin_again(self) -> None:
+        """Forgets what was computed: its blocks are gone, and it is prefilled anew."""
+        self.phase, self.observer, self.packing = Phase.PREFILLING, None, None
+
+    def observed_by(self, num_layers: int) -> Observer:
+        """Its observer, made when its first chunk comes."""
+        if self.observer is None:
+            assert self.cut is not None
+            make = self.method.observer_class
+            self.observer = make(self.cut.position, num_layers, self.eviction)
+        return self.observer
+
+
+RequestsOf = Callable[[CommonAttentionMetadata], list[Request]]
+"""Requests of a batch's rows, in the order of the rows."""
+
+
+class LiveRequests:
+    """Follows the scheduler's messages: a request is known from its first step to its end.
+
+    Args:
+        eviction: The server's configuration.
+        block_size: Tokens per block.
+    """
+
+    def __init__(self, eviction: EvictionConfig, block_size: int) -> None:
+        self._eviction, self._block_size = eviction, block_size
+        self._requests: dict[str, Request] = {}
+
+    def __getitem__(self, request_id: str) -> Request:
+        return self._requests[request_id]
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def get(self, request_id: str | None) -> Request:
+        """A request; one that drops nothing for the rows of a dummy batch."""
+        unknown = Request(0, self._eviction, None)
+        return self._requests.get(request_id, unknown) if request_id is not None else unknown
+
+    def prefilling(self, scheduled: SchedulerOutput) -> bool:
+        """Whether a step computes tokens before the cut of a request that drops entries.
+
+        Args:
+            scheduled: The scheduler's message, which `update` has seen.
+        """
+        cached = scheduled.scheduled_cached_reqs
+        computed = [(new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
+        computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        return any(
+            request.cut is not None and num_computed < request.cut.position
+            for request_id, num_computed in computed
+            if (request := self._requests.get(request_id)) is not None
+        )
+
+    def update(self, scheduled: SchedulerOutput) -> None:
+        """Takes over what a step's message says of requests that end, pause and begin."""
+        for request_id in scheduled.finished_req_ids:
+            self._requests.pop(request_id, None)
+        resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
+        for request_id in (scheduled.preempted_req_ids or set()) | resumed:
+            if request_id in self._requests:
+                self._requests[request_id].begin_again()
+        for new in scheduled.scheduled_new_reqs:
+            # One that was preempted may come as new again: it is still the same request.
+            self._requests.setdefault(new.req_id, self._planned(new))
+
+    def finish_packing(self) -> None:
+        """Makes the cuts that the last step left, of the requests that still live.
+
+        Nobody has written to their blocks since then: those that the scheduler gave back are
+        written in the next forward pass at the earliest.
+        """
+        for request in self:
+            if request.packing is not None:
+                request.packing.finish_all()
+
+    @property
+    def num_saved_blocks(self) -> int:
+        """Blocks that the live requests would hold as well if nothing had been dropped."""
+        return sum(request.num_saved_blocks for request in self)
+
+    def _planned(self, new: NewRequestData) -> Request:
+        params = new.sampling_params
+        eviction = planned_config(self._eviction, params.extra_args if params else None)
+        num_tokens = length_from_prompt_token_ids_or_embeds(new.prompt_token_ids, new.prompt_embeds)
+        return Request.planned(num_tokens, self._block_size, eviction)

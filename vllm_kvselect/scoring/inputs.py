@@ -1,0 +1,44 @@
+"""What a scorer may read of one layer, and the signature that every scorer has."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scoring.value_norms import OutputProjection
+
+
+@dataclass(frozen=True)
+class ScoringInputs:
+    """A prompt, or the part of it that is computed so far, as one layer's attention sees it.
+
+    Attributes:
+        query: Queries of its last tokens, `[num_queries, num_heads, head_size]`. For a scorer these
+            are the ones it looks through: those of the observation window, or of the whole prompt.
+        key: Keys, `[num_kv_heads, num_tokens, head_size]`; the last `num_queries` are the queries'.
+        value: Values, `[num_kv_heads, n, head_size]`, of the tokens that compete, or of more.
+        scale: Softmax scale, as the layer uses it.
+        output_projection: The layer's W_O; None where the method needs no norms.
+        sinks: Attention sinks, `[num_heads]`: a logit that every softmax of the query head has
+            besides those of the keys (gpt-oss), or None.
+        layer_index: The layer's place in the model.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    output_projection: OutputProjection | None = None
+    sinks: torch.Tensor | None = None
+    layer_index: int = 0
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens before the queries: those that window scorers score."""
+        return self.key.shape[1] - self.query.shape[0]
+
+
+Scorer = Callable[[ScoringInputs, EvictionConfig], torch.Tensor]
+"""`(inputs, config)` -> importance of what comes before the window, the larger the better,
+`[num_kv_heads, num_tokens - window]`."""
