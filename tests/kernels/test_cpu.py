@@ -1,6 +1,8 @@
 """The CPU kernels compute what their references compute."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import fields, replace
 
 import pytest
@@ -22,20 +24,25 @@ from tests.strategies import (
 )
 from vllm_kvselect import allocation, compaction, selection
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.kernels import cpu
+from vllm_kvselect.kernels import cpu, tiers
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
+from vllm_kvselect.machine import fast_dtype
 from vllm_kvselect.methods.choice import retain
 from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.scoring import snapkv, value_norms
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TIERS = ["float32"] if fast_dtype() == torch.float32 else ["native", "float32"]
+"""Float32 tiles everywhere; native tiles too where they are others."""
 EPS = torch.finfo(torch.float32).eps
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> None:
+@pytest.fixture(scope="module", autouse=True, params=TIERS)
+def tier(request: pytest.FixtureRequest) -> Iterator[None]:
     cpu.load()
+    with nullcontext() if request.param == "native" else tiers.float32_tiles():
+        yield
 
 
 def ranked(seed: int, heads: int, num_tokens: int, tied: bool) -> torch.Tensor:
@@ -248,7 +255,7 @@ def test_adaptive_pages(
     assert torch.equal(cpu.adaptive_pages(*arguments), allocation.adaptive_pages(*arguments))
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_pages_and_entries_are_moved_as_they_are(dtype: torch.dtype) -> None:
     cache = torch.randn(50, 2 * 96).to(dtype)[:, :128]
     pages, places = torch.randperm(50)[:23], torch.randperm(128)[:96].to(torch.int32)
@@ -309,14 +316,17 @@ def test_a_broken_model_does_not_break_the_bookkeeping(
 def test_other_dtypes_go_to_the_reference() -> None:
     shape = Shape(2, 2, 8, 8, 3, 51, 2)
     config = MethodCase("adakv-perturb").config(window=3)
-    for dtype in (torch.float64, torch.float16):
-        layer = random_layer(shape, 1, dtype)
-        projection = cpu.pack(OutputProjection.of(layer.output_projection))
-        value = layer.value[:, : shape.num_tokens]
-        inputs = scoring_inputs(layer.query, layer.key, shape.scale, value, projection)
-        arguments = (inputs, 2, 8, config)
-        expected = retain(*arguments)
-        assert torch.equal(retain(*arguments, kernels=cpu.KERNELS).retained, expected.retained)
+    layer = random_layer(shape, 1, torch.float64)
+    projection = cpu.pack(OutputProjection.of(layer.output_projection))
+    value = layer.value[:, : shape.num_tokens]
+    arguments = (
+        scoring_inputs(layer.query, layer.key, shape.scale, value, projection),
+        2,
+        8,
+        config,
+    )
+    expected = retain(*arguments)
+    assert torch.equal(retain(*arguments, kernels=cpu.KERNELS).retained, expected.retained)
 
 
 def test_a_machine_without_a_compiler_is_told_what_to_install(

@@ -1,7 +1,15 @@
 """Twins for CPU in C++ (`kernels/cpu/`), compiled for this machine when they are first needed.
 
-They take bfloat16 and float32, which oneDNN multiplies with float32 accumulation everywhere; other
-dtypes go to the reference. A machine without a C++ compiler serves with the references too.
+They take bfloat16, float16 and float32. Which tier runs is found out at run time, for each type
+(`tiers.py`):
+
+1. Native tiles: the processor multiplies the model's own type. This is bfloat16 with AMX or
+   AVX512_BF16, and float32 everywhere.
+2. Float32 tiles: it cannot, so the rows of a tile are widened to float32 and multiplied as such.
+   This is float16 everywhere, and bfloat16 on processors without those instructions.
+3. References: PyTorch, where nothing can be compiled; other types everywhere.
+
+Sums are float32 in tiers 1 and 2.
 """
 
 import math
@@ -14,12 +22,11 @@ from vllm_kvselect import allocation, pruning, selection
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.kernels.build import load_library
+from vllm_kvselect.kernels.tiers import STORED, multiplied_dtype
 from vllm_kvselect.scoring import snapkv
 from vllm_kvselect.scoring import value_norms as references
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
-
-_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class KernelError(RuntimeError):
@@ -28,7 +35,7 @@ class KernelError(RuntimeError):
 
 @cache
 def load() -> Kernels:
-    """Compiles the kernels, or finds them compiled, and tries them.
+    """Compiles the kernels, or finds them compiled.
 
     The first call on a machine takes about 25 s; the result is kept in torch's folder for
     extensions (`TORCH_EXTENSIONS_DIR`).
@@ -37,11 +44,10 @@ def load() -> Kernels:
         The kernels, for `methods.retain`.
 
     Raises:
-        KernelError: If there is no compiler, or the machine lacks the instructions.
+        KernelError: If they can be neither found nor compiled.
     """
     try:
         load_library()
-        _try()
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise KernelError(
@@ -50,30 +56,23 @@ def load() -> Kernels:
     return KERNELS
 
 
-def _try() -> None:
-    """Runs both products once: what oneDNN cannot do here is known before anything is served."""
-    for dtype in _DTYPES:
-        key, query = torch.zeros(1, 2, 16, dtype=dtype), torch.zeros(1, 1, 16, dtype=dtype)
-        _call("snapkv_scores", query, key, 1.0, 1, None)
-        _call("value_norms", key, _call("pack_weight", torch.zeros(1, 16, 1, 16, dtype=dtype)), 1)
-
-
 def pack(projection: OutputProjection) -> OutputProjection:
-    """Puts the weight in the order in which the kernels read it, and keeps only its shape else."""
+    """Packs the weight as the kernels read it, in their order and type; else keeps its shape."""
     weight = projection.weight
-    if weight.dtype not in _DTYPES or weight.shape[1] % 2:
+    if weight.dtype not in STORED or weight.shape[1] % 2:
         return projection
-    return projection._replace(weight=weight.to("meta"), packed=_call("pack_weight", weight))
+    packed = _call("pack_weight", weight, multiplied_dtype(weight.dtype))
+    return projection._replace(weight=weight.to("meta"), packed=packed)
 
 
 def snapkv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `snapkv.snapkv_scores`, for means over the group and maxima in the pooling."""
     as_usual = config.group_reduction == "mean" and config.pooling == "max"
     query, key = inputs.query, inputs.key
-    if key.dtype not in _DTYPES or key.shape[2] % 2 or not as_usual:
+    if key.dtype not in STORED or key.shape[2] % 2 or not as_usual:
         return snapkv.snapkv_scores(inputs, config)
     sinks = None if inputs.sinks is None else inputs.sinks.float()
-    options = (inputs.scale, config.kernel_size, sinks)
+    options = (inputs.scale, config.kernel_size, sinks, multiplied_dtype(key.dtype))
     return _call("snapkv_scores", _rows(query), _rows(key), *options)
 
 

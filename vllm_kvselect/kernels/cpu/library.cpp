@@ -11,37 +11,44 @@
 
 namespace kvselect {
 
-// Calls `function` with a null pointer of the tensor's element type.
-template <typename Function>
-auto dispatch(const Tensor& tensor, const Function& function) {
-  if (tensor.scalar_type() == at::kBFloat16) return function(static_cast<at::BFloat16*>(nullptr));
-  TORCH_CHECK(tensor.scalar_type() == at::kFloat, "bfloat16 or float32, not ", tensor.scalar_type());
-  return function(static_cast<float*>(nullptr));
-}
-
 template <typename T>
 using element = std::remove_pointer_t<T>;
 
+// Calls `function` with null pointers of the stored and of the multiplied type.
+template <typename Function>
+auto dispatch(at::ScalarType stored, at::ScalarType multiplied, const Function& function) {
+  float* const wide = nullptr;
+  at::BFloat16* const brain = nullptr;
+  if (stored == at::kBFloat16 && multiplied == at::kBFloat16) return function(brain, brain);
+  TORCH_CHECK(multiplied == at::kFloat, stored, " is not multiplied as ", multiplied);
+  if (stored == at::kBFloat16) return function(brain, wide);
+  if (stored == at::kHalf) return function(static_cast<at::Half*>(nullptr), wide);
+  TORCH_CHECK(stored == at::kFloat, "bfloat16, float16 or float32, not ", stored);
+  return function(wide, wide);
+}
+
 // Pooled over `kernel_size` neighbouring tokens; `sinks` are [num_heads] float.
 Tensor snapkv_scores(const Tensor& query, const Tensor& key, double scale, int64_t kernel_size,
-                     const std::optional<Tensor>& sinks) {
+                     const std::optional<Tensor>& sinks, at::ScalarType multiplied) {
   TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1);
   TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->numel() == query.size(1)));
-  const Tensor attention = dispatch(key, [&](auto type) {
-    return WindowAttention<element<decltype(type)>>(query, key, scale, sinks).mean();
+  const Tensor attention = dispatch(key.scalar_type(), multiplied, [&](auto t, auto m) {
+    return WindowAttention<element<decltype(t)>, element<decltype(m)>>(query, key, scale, sinks).mean();
   });
   return max_pool(attention, kernel_size);
 }
 
-Tensor pack_weight(const Tensor& weight) {
+// The weight in the order and in the type in which it is multiplied.
+Tensor pack_weight(const Tensor& weight, at::ScalarType multiplied) {
   TORCH_CHECK(weight.is_contiguous());
-  Tensor packed = at::empty_like(weight);
+  Tensor packed = at::empty(weight.sizes(), weight.options().dtype(multiplied));
   const int64_t head_size = weight.size(1), width = weight.stride(1);
-  dispatch(weight, [&](auto type) {
-    using T = element<decltype(type)>;
+  dispatch(weight.scalar_type(), multiplied, [&](auto t, auto m) {
+    using T = element<decltype(t)>;
+    using M = element<decltype(m)>;
     for (int64_t head = 0; head < weight.size(0); ++head)
       pack(weight.const_data_ptr<T>() + head * head_size * width, width, head_size, width,
-           packed.mutable_data_ptr<T>() + head * head_size * width);
+           packed.mutable_data_ptr<M>() + head * head_size * width);
   });
   return packed;
 }
@@ -52,8 +59,8 @@ Tensor value_norms(const Tensor& value, const Tensor& packed, int64_t group) {
   std::vector<Entry> entries;
   for (int32_t head = 0; head < value.size(0); ++head)
     for (int32_t token = 0; token < value.size(1); ++token) entries.push_back({head, token});
-  dispatch(value, [&](auto type) {
-    project<element<decltype(type)>>(value, packed, group, entries, norms);
+  dispatch(value.scalar_type(), packed.scalar_type(), [&](auto t, auto m) {
+    project<element<decltype(t)>, element<decltype(m)>>(value, packed, group, entries, norms);
   });
   return norms;
 }
@@ -64,9 +71,10 @@ std::tuple<Tensor, Tensor> select_pruned(const Tensor& scores, const Tensor& wei
                                          double factor, const Tensor& budgets, double alpha, double eps) {
   TORCH_CHECK(value.stride(2) == 1 && packed.is_contiguous() && form.is_contiguous());
   TORCH_CHECK(scores.stride(1) == 1 && weights.stride(1) == 1 && budgets.is_contiguous());
-  return dispatch(value, [&](auto type) {
+  return dispatch(value.scalar_type(), packed.scalar_type(), [&](auto t, auto m) {
+    using Selection = PrunedSelection<element<decltype(t)>, element<decltype(m)>>;
     const Projection projection{value, packed, group, form, static_cast<float>(factor)};
-    return PrunedSelection<element<decltype(type)>>(scores, weights, projection, budgets, alpha, eps).select();
+    return Selection(scores, weights, projection, budgets, alpha, eps).select();
   });
 }
 
@@ -173,8 +181,10 @@ Tensor read_entries(const Tensor& cache, const Tensor& slots, const Tensor& plac
 
 TORCH_LIBRARY(vllm_kvselect, library) {
   using namespace kvselect;
-  library.def("snapkv_scores(Tensor query, Tensor key, float scale, int kernel_size, Tensor? sinks) -> Tensor", snapkv_scores);
-  library.def("pack_weight(Tensor weight) -> Tensor", pack_weight);
+  library.def(
+      "snapkv_scores(Tensor query, Tensor key, float scale, int kernel_size, Tensor? sinks, "
+      "ScalarType multiplied) -> Tensor", snapkv_scores);
+  library.def("pack_weight(Tensor weight, ScalarType multiplied) -> Tensor", pack_weight);
   library.def("value_norms(Tensor value, Tensor packed, int group) -> Tensor", value_norms);
   library.def(
       "select_pruned(Tensor scores, Tensor weights, Tensor value, Tensor packed, int group, Tensor form, "

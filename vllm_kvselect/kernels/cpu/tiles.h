@@ -1,5 +1,8 @@
 // Tiles of matrix products. brgemm (oneDNN's, through torch) uses the machine's own matrix unit, and
 // generates code for every shape: so all tiles of a product have one shape.
+//
+// Throughout, T is the type that tensors store, and M the type that is multiplied: T itself, or float
+// where the processor cannot multiply T.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -26,44 +29,61 @@ inline float sum_lanes(const Vec& vec) {
 
 // The right operand of brgemm, [depth, columns]: elements narrower than float stand in pairs of
 // neighbours along the depth, [depth / 2, columns, 2].
-template <typename T>
-constexpr int64_t kPair = std::is_same_v<T, float> ? 1 : 2;
+template <typename M>
+constexpr int64_t kPair = std::is_same_v<M, float> ? 1 : 2;
 
 // Where an element of a row of `columns` elements stands in a packed right operand.
-template <typename T>
+template <typename M>
 int64_t packed_index(int64_t depth, int64_t column, int64_t columns) {
-  return (depth / kPair<T> * columns + column) * kPair<T> + depth % kPair<T>;
+  return (depth / kPair<M> * columns + column) * kPair<M> + depth % kPair<M>;
 }
 
-template <typename T>
-void pack(const T* in, int64_t row_stride, int64_t depth, int64_t columns, T* out) {
+template <typename T, typename M>
+void pack(const T* in, int64_t row_stride, int64_t depth, int64_t columns, M* out) {
   for (int64_t k = 0; k < depth; ++k)
     for (int64_t n = 0; n < columns; ++n)
-      out[packed_index<T>(k, n, columns)] = in[k * row_stride + n];
+      out[packed_index<M>(k, n, columns)] = static_cast<M>(in[k * row_stride + n]);
 }
 
 // c [m, n] = a [m, k] * b [k, n], of which b is packed in rows of ldb elements.
-template <typename T>
-void multiply(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb,
+template <typename M>
+void multiply(int64_t m, int64_t n, int64_t k, const M* a, int64_t lda, const M* b, int64_t ldb,
               float* c) {
-  at::native::cpublas::brgemm(m, n, k, lda, ldb, n, false, a, b, c, kPair<T> == 2);
+  at::native::cpublas::brgemm(m, n, k, lda, ldb, n, false, a, b, c, kPair<M> == 2);
 }
 
-inline void widen(const float* in, int64_t size, float* out) { std::copy_n(in, size, out); }
+// Rows of a tensor as they are multiplied: where they stand, or widened in a buffer of a thread's own.
+template <typename T, typename M>
+class Rows {
+ public:
+  Rows(int64_t count, int64_t size) : size_(size), buffer_(kSame ? 0 : count * size) {}
 
-inline void widen(const at::BFloat16* in, int64_t size, float* out) {
-  const auto* narrow = reinterpret_cast<const uint16_t*>(in);
-  auto* wide = reinterpret_cast<uint32_t*>(out);
-  for (int64_t i = 0; i < size; ++i) wide[i] = static_cast<uint32_t>(narrow[i]) << 16;
-}
+  void point_at(const T* rows, int64_t row_stride, int64_t count) {
+    if constexpr (kSame) {
+      data = rows, stride = row_stride;
+    } else {
+      for (int64_t i = 0; i < count; ++i)
+        at::vec::convert(rows + i * row_stride, buffer_.data() + i * size_, size_);
+      data = buffer_.data(), stride = size_;
+    }
+  }
+
+  const M* data = nullptr;
+  int64_t stride = 0;
+
+ private:
+  static constexpr bool kSame = std::is_same_v<T, M>;
+  int64_t size_;
+  std::vector<M> buffer_;
+};
 
 // Runs `body(i)` for all i below `count`, in parallel; `make_body` gives each thread its own.
-template <typename T, typename MakeBody>
+template <typename M, typename MakeBody>
 void parallel_tiles(int64_t count, const MakeBody& make_body) {
   at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     auto body = make_body();
     for (int64_t i = begin; i < end; ++i) body(i);
-    at::native::cpublas::brgemm_release(kPair<T> == 2);
+    at::native::cpublas::brgemm_release(kPair<M> == 2);
   });
 }
 

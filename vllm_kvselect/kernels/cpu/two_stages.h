@@ -22,7 +22,7 @@ struct Projection {
   float bound_factor;
 };
 
-template <typename T>
+template <typename T, typename M>
 class PrunedSelection {
  public:
   // scores, weights: [num_kv_heads, num_tokens] float; budgets: [num_kv_heads] int64
@@ -36,7 +36,7 @@ class PrunedSelection {
 
   // The retained entries' flat indices, ascending, and the norms that it took to find them.
   std::tuple<Tensor, Tensor> select() {
-    bound_norms<T>(projection_.value, projection_.bound_form, projection_.bound_factor, bounds_.data());
+    bound_norms<T, M>(projection_.value, projection_.bound_form, projection_.bound_factor, bounds_.data());
     for_heads([&](int64_t head) {
       take_stage_1(head);
       choose_likely(head);
@@ -103,7 +103,7 @@ class PrunedSelection {
       std::inplace_merge(candidates.begin(), middle, candidates.end());
       chosen.clear();
     }
-    project<T>(projection_.value, projection_.weight, projection_.group, entries, norms_);
+    project<T, M>(projection_.value, projection_.weight, projection_.group, entries, norms_);
   }
 
   void take_stage_2(int64_t index) {

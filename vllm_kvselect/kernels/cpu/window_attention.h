@@ -28,7 +28,7 @@ inline Vec exp2(Vec x) {
   return at::vec::cast<float>(at::vec::cast<int32_t>(p) + exponent);
 }
 
-template <typename T>
+template <typename T, typename M>
 class WindowAttention {
  public:
   WindowAttention(const Tensor& query, const Tensor& key, double scale, const std::optional<Tensor>& sinks)
@@ -37,7 +37,7 @@ class WindowAttention {
         num_rows_(query.size(1) / num_kv_heads_ * window_),
         padded_rows_(divide_up(num_rows_, kLanes) * kLanes),
         scale_(static_cast<float>(scale * M_LOG2E)),
-        tiles_(num_tokens_, 64), packed_(num_kv_heads_ * head_size_ * padded_rows_, T(0)),
+        tiles_(num_tokens_, 64), packed_(num_kv_heads_ * head_size_ * padded_rows_, M(0)),
         maxima_(tiles_.count * padded_rows_), sums_(tiles_.count * padded_rows_),
         num_kept_(std::min(tiles_.count, kMostKept / (tiles_.size * padded_rows_))),
         kept_(new float[num_kept_ * tiles_.size * padded_rows_]),
@@ -67,17 +67,18 @@ class WindowAttention {
     for (int64_t h = 0; h < query_.size(1); ++h)
       for (int64_t i = 0; i < window_; ++i) {
         const T* in = query_.const_data_ptr<T>() + i * query_.stride(0) + h * query_.stride(1);
-        T* out = packed_.data() + h / group * head_size_ * padded_rows_;
+        M* out = packed_.data() + h / group * head_size_ * padded_rows_;
         for (int64_t k = 0; k < head_size_; ++k)
-          out[packed_index<T>(k, h % group * window_ + i, padded_rows_)] = in[k];
+          out[packed_index<M>(k, h % group * window_ + i, padded_rows_)] = static_cast<M>(in[k]);
       }
   }
 
   // A tile's logits before scaling, [tile, padded_rows]; those of later tokens are masked.
-  void compute_logits(int64_t head, int64_t tile, float* logits) const {
+  void compute_logits(int64_t head, int64_t tile, Rows<T, M>& keys, float* logits) const {
     const int64_t start = tiles_.start(tile), window_start = num_tokens_ - window_;
-    const T* keys = key_.const_data_ptr<T>() + head * key_.stride(0) + start * key_.stride(1);
-    multiply(tiles_.size, padded_rows_, head_size_, keys, key_.stride(1),
+    keys.point_at(key_.const_data_ptr<T>() + head * key_.stride(0) + start * key_.stride(1),
+                  key_.stride(1), tiles_.size);
+    multiply(tiles_.size, padded_rows_, head_size_, keys.data, keys.stride,
              packed_.data() + head * head_size_ * padded_rows_, padded_rows_, logits);
     for (int64_t token = std::max(start, window_start); token < start + tiles_.size; ++token)
       for (int64_t row = 0; row < num_rows_; row += window_)
@@ -86,16 +87,16 @@ class WindowAttention {
 
   // The maxima of all tiles, and the sums of the weights relative to them.
   void compute_weights(int64_t head) {
-    parallel_tiles<T>(tiles_.count, [&] {
-      return [&, logits = tile_buffer(), other = tile_buffer()](int64_t tile) mutable {
+    parallel_tiles<M>(tiles_.count, [&] {
+      return [&, keys = tile_keys(), logits = tile_buffer(), other = tile_buffer()](int64_t tile) mutable {
         float* weights = tile < num_kept_ ? &kept_[tile * tiles_.size * padded_rows_] : other.data();
-        compute_tile(head, tile, logits.data(), weights);
+        compute_tile(head, tile, keys, logits.data(), weights);
       };
     });
   }
 
-  void compute_tile(int64_t head, int64_t tile, float* logits, float* weights) {
-    compute_logits(head, tile, logits);
+  void compute_tile(int64_t head, int64_t tile, Rows<T, M>& keys, float* logits, float* weights) {
+    compute_logits(head, tile, keys, logits);
     const Vec scale(scale_);
     const int64_t first = tiles_.first_new(tile);
     for (int64_t r = 0; r < padded_rows_; r += kLanes) {
@@ -144,10 +145,10 @@ class WindowAttention {
 
   void average(int64_t head, float* scores) {
     const int64_t num_scored = num_tokens_ - window_;
-    parallel_tiles<T>(tiles_.count, [&] {
-      return [&, logits = tile_buffer(), other = tile_buffer()](int64_t tile) mutable {
+    parallel_tiles<M>(tiles_.count, [&] {
+      return [&, keys = tile_keys(), logits = tile_buffer(), other = tile_buffer()](int64_t tile) mutable {
         const std::vector<float> factors(&sums_[tile * padded_rows_], &sums_[(tile + 1) * padded_rows_]);
-        if (tile >= num_kept_) compute_tile(head, tile, logits.data(), other.data());
+        if (tile >= num_kept_) compute_tile(head, tile, keys, logits.data(), other.data());
         const float* weights = tile < num_kept_ ? &kept_[tile * tiles_.size * padded_rows_] : other.data();
         const int64_t last = std::min((tile + 1) * tiles_.size, num_scored);
         for (int64_t token = tile * tiles_.size; token < last; ++token, weights += padded_rows_) {
@@ -160,6 +161,7 @@ class WindowAttention {
     });
   }
 
+  Rows<T, M> tile_keys() const { return {tiles_.size, head_size_}; }
   std::vector<float> tile_buffer() const { return std::vector<float>(tiles_.size * padded_rows_); }
 
   const Tensor& query_;
@@ -167,7 +169,7 @@ class WindowAttention {
   const int64_t window_, num_kv_heads_, num_tokens_, head_size_, num_rows_, padded_rows_;
   const float scale_;
   const Tiles tiles_;
-  std::vector<T> packed_;
+  std::vector<M> packed_;
   std::vector<float> maxima_, sums_;
   const int64_t num_kept_;         // tiles whose weights are kept
   std::unique_ptr<float[]> kept_;  // a vector would be zeroed first

@@ -1,0 +1,65 @@
+"""Tiers of the CPU kernels: in which type this machine multiplies tiles of a model's type."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+from vllm_kvselect.machine import dtype_name, fast_dtype
+
+STORED = (torch.bfloat16, torch.float16, torch.float32)
+"""Types of keys, values and weights that the kernels take."""
+
+_forced_to_float32 = False
+
+
+def multiplied_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the type in which the kernels multiply on this machine.
+
+    Args:
+        dtype: Of the keys and values, one of `STORED`.
+
+    Returns:
+        `dtype` itself, or float32: rows of a tile are then widened before they are multiplied.
+    """
+    if dtype == torch.bfloat16 and not _forced_to_float32 and _multiplies_bfloat16():
+        return torch.bfloat16
+    return torch.float32
+
+
+def describe(dtype: torch.dtype) -> str:
+    """Says which tier a model runs in: "bfloat16, AMX" or "bfloat16 widened to float32, AVX2"."""
+    name, multiplied = dtype_name(dtype), multiplied_dtype(dtype)
+    if multiplied == torch.bfloat16:
+        has_amx = torch.cpu.get_capabilities().get("amx_bf16")
+        return f"{name}, {'AMX' if has_amx else 'AVX512_BF16'}"
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return f"{name}{'' if multiplied == dtype else ' widened to float32'}, {instructions}"
+
+
+@contextmanager
+def float32_tiles() -> Iterator[None]:
+    """Has everything multiplied in float32, as on machines that cannot multiply bfloat16.
+
+    For tests: a machine that can tries both tiers. What was packed outside stays as it is.
+    """
+    global _forced_to_float32
+    before, _forced_to_float32 = _forced_to_float32, True
+    try:
+        yield
+    finally:
+        _forced_to_float32 = before
+
+
+@cache
+def _multiplies_bfloat16() -> bool:
+    """Multiplies one tile where bfloat16 is fast: oneDNN may be held back (ONEDNN_MAX_CPU_ISA)."""
+    if fast_dtype() != torch.bfloat16:
+        return False
+    key, query = torch.zeros(1, 2, 16).bfloat16(), torch.zeros(1, 1, 16).bfloat16()
+    try:
+        torch.ops.vllm_kvselect.snapkv_scores(query, key, 1.0, 1, None, torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
