@@ -17,12 +17,15 @@ from typing import Any, TypeVar
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.tiny_model import tiny_model
 
 T = TypeVar("T")
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 300, 32, 8192
-ENTRIES_PER_BLOCK = BLOCK_SIZE * 3 * 30
-BLOCK_BYTES = BLOCK_SIZE * 23040
+DTYPE = dtype_name(fast_dtype())
+NUM_KV_HEADS, HEAD_SIZE, NUM_LAYERS = 3, 64, 30
+ENTRIES_PER_BLOCK = BLOCK_SIZE * NUM_KV_HEADS * NUM_LAYERS
+BLOCK_BYTES = ENTRIES_PER_BLOCK * 2 * HEAD_SIZE * fast_dtype().itemsize
 
 
 @contextmanager
@@ -34,6 +37,7 @@ def serving(folder: Path, *options: str) -> Iterator[str]:
     url, log = f"http://127.0.0.1:{port}", folder / "log"
     vllm = Path(sys.executable).with_name("vllm")
     command = [vllm, "serve", tiny_model(), "--served-model-name", "small", "--enforce-eager"]
+    command += ["--dtype", DTYPE]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(MAX_MODEL_LEN)]
     command += ["--kv-cache-memory-bytes", str(NUM_BLOCKS * BLOCK_BYTES), *options]
     with log.open("w") as output:

@@ -13,6 +13,7 @@ from tests.engine.conftest import EngineFactory
 from tests.engine.server import (
     BLOCK_BYTES,
     BLOCK_SIZE,
+    DTYPE,
     ENTRIES_PER_BLOCK,
     answering,
     blocks_held,
@@ -75,12 +76,12 @@ def test_settings_that_cannot_be_honoured_are_a_400_with_the_reason(
 def test_the_full_cache_on_request_gives_stock_vllms_tokens(
     server: str, text_tokens: list[int], start_full_engine: EngineFactory
 ) -> None:
-    # A prompt that the server has not seen: a prefix from its cache would change bf16's rounding.
+    # A prompt that the server has not seen: a prefix from its cache would change the rounding.
     prompt, xargs = text_tokens[5000:5900], {"kv_eviction": "none"}
     body = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True}
     with post(server, **body, vllm_xargs=xargs) as response:
         (answer,) = json.load(response)["choices"]
-    with start_full_engine(None, 100, dtype="bfloat16", block_size=BLOCK_SIZE) as engine:
+    with start_full_engine(None, 100, dtype=DTYPE, block_size=BLOCK_SIZE) as engine:
         (stock,) = engine.outputs([prompt], 24)
     assert answer["token_ids"] == list(stock.token_ids)
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from vllm_kvselect.machine import dtype_name, fast_dtype
+
 pytestmark = pytest.mark.engine
 GENERATE = """
 import json, sys
@@ -29,7 +31,7 @@ print(json.dumps(answers))
 def generate(model: Path, prompts: list[list[int]], plugins: str | None, **eviction: Any) -> Any:
     """Answers of a fresh process, after whether the hooks were loaded there."""
     engine: dict[str, Any] = {"model": str(model), "max_model_len": 1024, "enforce_eager": True}
-    engine |= {"dtype": "bfloat16", "kv_cache_memory_bytes": 2**26, "block_size": 32}
+    engine |= {"dtype": dtype_name(fast_dtype()), "kv_cache_memory_bytes": 2**26, "block_size": 32}
     if eviction:
         engine["additional_config"] = {"kv_eviction": eviction}
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
