@@ -16,7 +16,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine import cpu_worker
 from vllm_kvselect.engine.pool_scheduler import PoolScheduler
 from vllm_kvselect.kernels.base import REFERENCES
-from vllm_kvselect.kernels.cpu import KernelError
+from vllm_kvselect.kernels.build import KernelError
 from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.retention import Cut, Cuts, cuts
@@ -167,7 +167,7 @@ def test_a_machine_without_kernels_serves_the_same_tokens(
 
 
 def no_kernels() -> None:
-    raise KernelError("no compiler here")
+    raise KernelError("there is no C++ compiler here", "install g++")
 
 
 def test_nothing_dropped_is_stock_token_for_token(

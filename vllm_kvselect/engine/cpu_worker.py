@@ -11,11 +11,12 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_kvselect.engine.allocator import keep_freed_memory
 from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.worker import EvictionWorker
-from vllm_kvselect.kernels import cpu
+from vllm_kvselect.kernels import cpu, tiers
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
+from vllm_kvselect.kernels.build import KernelError
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 
 class EvictionCPUWorker(EvictionWorker, CPUWorker):
@@ -33,10 +34,13 @@ class EvictionCPUWorker(EvictionWorker, CPUWorker):
     def _load_kernels(self) -> Kernels:
         """The CPU kernels; without them selection is slower, which is said and no more."""
         try:
-            return cpu.load()
-        except cpu.KernelError as error:
-            logger.warning("%s; selection runs in plain PyTorch, several times slower", error)
+            kernels = cpu.load()
+        except KernelError as error:
+            logger.warning("KV eviction selects in plain PyTorch, several times slower: %s", error)
             return REFERENCES
+        tier = tiers.describe(self.model_config.dtype)
+        logger.info("KV eviction selects with compiled kernels: %s", tier)
+        return kernels
 
     def _prepared(self, projection: OutputProjection) -> OutputProjection:
         return cpu.pack(projection) if self._kernels is cpu.KERNELS else projection

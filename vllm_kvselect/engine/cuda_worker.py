@@ -17,7 +17,7 @@ from vllm_kvselect.engine.warm_up import warm_up
 from vllm_kvselect.engine.worker import EvictionWorker
 from vllm_kvselect.kernels.base import Kernels
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 
 class EvictionGPUWorker(EvictionWorker, Worker):

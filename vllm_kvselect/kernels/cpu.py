@@ -13,7 +13,6 @@ Sums are float32 in tiers 1 and 2.
 """
 
 import math
-import subprocess
 from functools import cache
 
 import torch
@@ -29,13 +28,9 @@ from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 
-class KernelError(RuntimeError):
-    """The kernels cannot be used on this machine: says why and what to do."""
-
-
 @cache
 def load() -> Kernels:
-    """Compiles the kernels, or finds them compiled.
+    """Finds the kernels compiled, or compiles them.
 
     The first call on a machine takes about 25 s; the result is kept in torch's folder for
     extensions (`TORCH_EXTENSIONS_DIR`).
@@ -46,13 +41,7 @@ def load() -> Kernels:
     Raises:
         KernelError: If they can be neither found nor compiled.
     """
-    try:
-        load_library()
-    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise KernelError(
-            f"the CPU kernels are not available ({reason[0]}); install g++ and ninja"
-        ) from error
+    load_library()
     return KERNELS
 
 
