@@ -37,10 +37,11 @@ serve: install ## serve the small model on 127.0.0.1 with eviction (PORT=8000, A
 test: lint ## lint, then run all tests
 	$(BIN)/pytest -n 2 --dist loadgroup
 
-lint: install ## ruff, its formatter, and mypy
+lint: install ## ruff, its formatter, mypy, and the contracts on imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 
 demo: install ## run the demo
 	$(BIN)/python benchmarks/demo.py

@@ -9,7 +9,8 @@ from random import Random
 from typing import Any
 
 import httpx
-from _mixture import MAX_MODEL_LEN, Request
+
+from vllm_kvselect.mixture import MAX_MODEL_LEN, Request
 
 MODEL_NAME = "soak"
 SECONDS = 120.0

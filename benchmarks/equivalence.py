@@ -25,7 +25,11 @@ from _engine import (
     run_script,
     table_console,
 )
-from _mixture import (
+from _texts import plain_prompts
+from rich.console import Console
+from rich.table import Table
+
+from vllm_kvselect.mixture import (
     BLOCK_SIZE,
     GREEDY,
     KINDS,
@@ -38,10 +42,7 @@ from _mixture import (
     serve,
     serve_alone,
 )
-from _shallow import shallow_copy
-from _texts import plain_prompts
-from rich.console import Console
-from rich.table import Table
+from vllm_kvselect.shallow_model import shallow_copy
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 

@@ -22,13 +22,14 @@ import typer
 from _clients import MODEL_NAME, Clients
 from _engine import default_model, machine, plugin_environment, run_script, table_console
 from _fuzz import fuzz
-from _mixture import KINDS, MAX_MODEL_LEN, SERVER, Request, draw
 from _server import Server, serving
-from _shallow import shallow_copy
 from _texts import plain_prompts
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
+
+from vllm_kvselect.mixture import KINDS, MAX_MODEL_LEN, SERVER, Request, draw
+from vllm_kvselect.shallow_model import shallow_copy
 
 WARM_UP = 0.5
 """Share of the requests before memory is measured.

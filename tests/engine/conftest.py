@@ -17,8 +17,8 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from benchmarks._shallow import shallow_copy
 from tests.engine.server import serving
+from vllm_kvselect.shallow_model import shallow_copy
 from vllm_kvselect.tiny_model import tiny_model
 
 BLOCK_SIZE = 32

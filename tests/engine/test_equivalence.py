@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks._mixture import (
+from tests.engine.conftest import SHALLOW_LAYERS, Engine, EngineFactory
+from vllm_kvselect.mixture import (
     BLOCK_SIZE,
     GREEDY,
     KINDS,
@@ -23,7 +24,6 @@ from benchmarks._mixture import (
     serve,
     serve_alone,
 )
-from tests.engine.conftest import SHALLOW_LAYERS, Engine, EngineFactory
 
 pytestmark = pytest.mark.engine
 LIMITS: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "disable_log_stats": False}
