@@ -21,23 +21,27 @@ SERVE_FLAGS := \
 	--host 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint demo clean
+.PHONY: help install develop serve test lint demo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: ## make .venv and install the project; returns at once when up to date (PYTHON=python3)
-	@$(PYTHON) packaging/install.py
+install: ## make .venv with what serving needs; returns at once when up to date (PYTHON=python3)
+	@$(PYTHON) packaging/install.py --for serve
+
+develop: ## the same with what tests need on top
+	@$(PYTHON) packaging/install.py --for test
 
 # The folder is asked for first: inside vllm's arguments a failure would go unnoticed.
 serve: install ## serve the small model on 127.0.0.1 with eviction (PORT=8000, ARGS=more flags)
 	@model="$$($(BIN)/vllm-kvselect tiny-model)" \
+		&& echo 'serve: vLLM starts and answers on http://127.0.0.1:$(PORT) in about a minute' \
 		&& exec $(BIN)/vllm serve "$$model" $(SERVE_FLAGS) --port $(PORT) $(ARGS)
 
 test: lint ## lint, then run all tests
 	$(BIN)/pytest -n 2 --dist loadgroup
 
-lint: install ## ruff, its formatter, mypy, and the contracts on imports
+lint: develop ## ruff, its formatter, mypy, and the contracts on imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy

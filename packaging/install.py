@@ -1,7 +1,7 @@
-"""Installs the project into a virtual environment: `make install`.
+"""Installs the project into a virtual environment: `make install`, `make develop`.
 
-Standard library only, since it runs before anything is installed. A stamp in the environment
-makes a second run return at once.
+Standard library only, since it runs before anything is installed. A stamp in the environment says
+what is there, and makes a second run return at once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 MINIMUM_PYTHON = (3, 11)
 STAMP = "vllm-kvselect.stamp"
 INCOMPLETE = "incomplete"
+PURPOSES = {"serve": ("tiny-model",), "test": ("eval", "dev")}
+"""Extras by what the environment is for, beside the variant's; each purpose includes the last."""
+DURATIONS = {"serve": "about 5 minutes", "test": "about 6 minutes"}
+"""How long pip takes into an empty environment; most of it are downloads."""
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Optional parts of torch whose CUDA builds vLLM's CPU packages may draw in."""
 
@@ -45,37 +49,41 @@ def main() -> int:
     """Installs, or reports in one line why that is not possible."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="default: .venv")
+    parser.add_argument(
+        "--for", dest="purpose", choices=PURPOSES, default="serve", help="default: serve"
+    )
+    arguments = parser.parse_args()
     try:
-        install(parser.parse_args().venv.resolve())
+        install(arguments.venv.resolve(), arguments.purpose)
     except InstallError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def install(venv: Path) -> None:
+def install(venv: Path, purpose: str) -> None:
     """Makes the environment and installs the project, or does nothing if that is up to date.
 
     Args:
         venv: Folder of the virtual environment.
+        purpose: A key of `PURPOSES`; an environment for more is up to date too.
 
     Raises:
         InstallError: If a step fails.
     """
     check_python(sys.version_info[:2])
     variant = "cuda" if has_nvidia_gpu() else "cpu"
-    stamp = f"{environment_key(variant)} {fingerprint(ROOT)}"
-    if read_stamp(venv) == stamp:
+    if read_stamp(venv) in satisfying_stamps(variant, purpose):
         return
     make_venv(venv, variant)
-    install_project(venv, variant)
+    install_project(venv, variant, purpose)
     if variant == "cpu":
         remove_foreign_torchvision(venv)
         install_alias(venv)
     check_vllm(venv)
     if variant == "cpu":
         compile_kernels(venv)
-    write_stamp(venv, stamp)
+    write_stamp(venv, satisfying_stamps(variant, purpose)[0])
     step(f"installed in {venv}")
 
 
@@ -126,6 +134,13 @@ def environment_key(variant: str) -> str:
     return f"{variant} {platform.python_version()}"
 
 
+def satisfying_stamps(variant: str, purpose: str) -> list[str]:
+    """Returns the stamps of environments that serve a purpose, the smallest environment first."""
+    purposes = list(PURPOSES)
+    enough = purposes[purposes.index(purpose) :]
+    return [f"{environment_key(variant)} {fingerprint(ROOT)} {name}" for name in enough]
+
+
 def read_stamp(venv: Path) -> str | None:
     """Returns the stamp of an environment, None if it has none."""
     try:
@@ -159,7 +174,7 @@ def make_venv(venv: Path, variant: str) -> None:
     key = environment_key(variant)
     fits = stamp is not None and stamp.startswith(f"{key} ") and run_pip(venv, "--version")
     if stamp is not None and not fits:
-        step(f"removing the environment made for {stamp.rsplit(' ', 1)[0]}")
+        step(f"removing the environment made for {' '.join(stamp.split()[:2])}")
         shutil.rmtree(venv)
     write_stamp(venv, f"{key} {INCOMPLETE}")
     if not fits:
@@ -167,10 +182,10 @@ def make_venv(venv: Path, variant: str) -> None:
         require(run([sys.executable, "-m", "venv", str(venv)]), "could not make the environment")
 
 
-def install_project(venv: Path, variant: str) -> None:
-    """Installs the project, editable, with all that the variant needs."""
-    extras = f"{variant},eval,dev"
-    step(f"installing the project with [{extras}]; the first time this takes minutes")
+def install_project(venv: Path, variant: str, purpose: str) -> None:
+    """Installs the project, editable, with all that the variant and the purpose need."""
+    extras = ",".join((variant, *PURPOSES[purpose]))
+    step(f"installing the project with [{extras}]; {DURATIONS[purpose]} the first time")
     if not run_pip(venv, "install", "--editable", f"{ROOT}[{extras}]", show=True):
         raise InstallError("pip could not install the project; its message is above")
 

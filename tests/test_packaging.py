@@ -1,5 +1,6 @@
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -115,15 +116,60 @@ def test_fingerprint_ignores_times_and_bytecode(project: Path) -> None:
     assert installer.fingerprint(project) == before
 
 
-def test_up_to_date_environment_is_left_alone(project: Path) -> None:
+def packages(extras: tuple[str, ...]) -> set[str]:
+    """What extras require, those that they include themselves too."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found: set[str] = set()
+    for extra in extras:
+        for requirement in project["optional-dependencies"][extra]:
+            included = re.fullmatch(r"vllm-kvselect\[([\w-]+)\]", requirement)
+            found |= packages((included[1],)) if included else {requirement}
+    return found
+
+
+def test_each_purpose_includes_the_one_before_it() -> None:
+    serve, test = (packages(extras) for extras in installer.PURPOSES.values())
+    assert serve < test
+    assert not {"pytest", "ruff", "matplotlib", "datasets"} & {
+        re.split(r"\W", name)[0] for name in serve
+    }
+
+
+@pytest.fixture
+def stamps(project: Path) -> dict[str, str]:
+    """Stamps of up-to-date environments by what they are for."""
+    key = installer.environment_key("cuda" if installer.has_nvidia_gpu() else "cpu")
+    fingerprint = installer.fingerprint(project)
+    return {purpose: f"{key} {fingerprint} {purpose}" for purpose in installer.PURPOSES}
+
+
+@pytest.mark.parametrize(
+    ("installed", "wanted"), [("serve", "serve"), ("test", "serve"), ("test", "test")]
+)
+def test_environment_that_has_enough_is_left_alone(
+    project: Path, stamps: dict[str, str], installed: str, wanted: str
+) -> None:
     venv = project / ".venv"
-    variant = "cuda" if installer.has_nvidia_gpu() else "cpu"
-    stamp = f"{installer.environment_key(variant)} {installer.fingerprint(project)}"
-    installer.write_stamp(venv, stamp)
-    command = [sys.executable, "packaging/install.py"]
+    installer.write_stamp(venv, stamps[installed])
+    command = [sys.executable, "packaging/install.py", "--for", wanted]
     result = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True)
     assert result.stdout == ""
     assert [path.name for path in venv.iterdir()] == [installer.STAMP]
+
+
+def test_environment_for_serving_is_not_enough_for_tests(stamps: dict[str, str]) -> None:
+    variant = stamps["serve"].split()[0]
+    assert stamps["serve"] not in installer.satisfying_stamps(variant, "test")
+    assert stamps["test"] in installer.satisfying_stamps(variant, "test")
+
+
+def test_the_rest_is_installed_into_the_same_environment(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    installer.write_stamp(venv, installer.satisfying_stamps("cpu", "serve")[0])
+    (venv / "kept").write_text("", encoding="utf-8")
+    installer.make_venv(venv, "cpu")
+    assert (venv / "kept").exists()
 
 
 def test_folder_of_somebody_else_is_refused_and_kept(project: Path) -> None:

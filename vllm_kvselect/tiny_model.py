@@ -25,8 +25,8 @@ _FOLDER = "smollm2-135m-instruct-v1"
 
 _NEEDED = {
     # transformers asks for it when it loads a GGUF file.
-    "accelerate": "pip install accelerate",
-    "gguf": "pip install 'vllm-kvselect[eval]'",
+    "accelerate": "pip install 'vllm-kvselect[tiny-model]'",
+    "gguf": "pip install 'vllm-kvselect[tiny-model]'",
     "torch": "pip install 'vllm-kvselect[cpu]' (or [cuda])",
     "transformers": "pip install 'vllm-kvselect[cpu]' (or [cuda])",
 }
