@@ -35,7 +35,7 @@ develop: ## the same with what tests need on top
 # The folder is asked for first: inside vllm's arguments a failure would go unnoticed.
 serve: install ## serve the small model on 127.0.0.1 with eviction (PORT=8000, ARGS=more flags)
 	@model="$$($(BIN)/vllm-kvselect tiny-model)" \
-		&& echo 'serve: vLLM starts and answers on http://127.0.0.1:$(PORT) in about a minute' \
+		&& echo 'serve: vLLM starts; in about a minute it answers on http://127.0.0.1:$(PORT)' \
 		&& exec $(BIN)/vllm serve "$$model" $(SERVE_FLAGS) --port $(PORT) $(ARGS)
 
 test: lint ## lint, then run all tests

@@ -21,8 +21,8 @@ STAMP = "vllm-kvselect.stamp"
 INCOMPLETE = "incomplete"
 PURPOSES = {"serve": ("tiny-model",), "test": ("eval", "dev")}
 """Extras by what the environment is for, beside the variant's; each purpose includes the last."""
-DURATIONS = {"serve": "about 5 minutes", "test": "about 6 minutes"}
-"""How long pip takes into an empty environment; most of it are downloads."""
+DURATIONS = {"serve": "3 to 8 minutes", "test": "4 to 10 minutes"}
+"""How long it takes into an empty environment on two cores, idle and busy."""
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Optional parts of torch whose CUDA builds vLLM's CPU packages may draw in."""
 
@@ -185,7 +185,8 @@ def make_venv(venv: Path, variant: str) -> None:
 def install_project(venv: Path, variant: str, purpose: str) -> None:
     """Installs the project, editable, with all that the variant and the purpose need."""
     extras = ",".join((variant, *PURPOSES[purpose]))
-    step(f"installing the project with [{extras}]; {DURATIONS[purpose]} the first time")
+    wait = f"{DURATIONS[purpose]} the first time, most of it downloads"
+    step(f"installing the project with [{extras}]: {wait}")
     if not run_pip(venv, "install", "--editable", f"{ROOT}[{extras}]", show=True):
         raise InstallError("pip could not install the project; its message is above")
 
