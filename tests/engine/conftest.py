@@ -118,6 +118,20 @@ class Engine:
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return self.llm.generate(inputs, params, use_tqdm=False)
 
+    def record_hits(self) -> list[int]:
+        """Tokens that every lookup from now on finds in the prefix cache, as they are counted."""
+        hits: list[int] = []
+        manager = self.scheduler.kv_cache_manager
+        lookup = manager.get_computed_blocks
+
+        def record(request: Any) -> Any:
+            result = lookup(request)
+            hits.append(result[1])
+            return result
+
+        manager.get_computed_blocks = record
+        return hits
+
     def blocks_in_use(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool
         return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()

@@ -320,16 +320,7 @@ def test_prefix_hits_stay_below_the_packed_blocks(
     first_packed = cuts(1000, 32, EvictionConfig(**EVICTION)).first_private
     with start_engine(ANY_METHOD, 300) as engine:
         assert engine.generate([prompt, prompt], 48) == [expected, expected]
-        hits: list[int] = []
-        manager = engine.scheduler.kv_cache_manager
-        lookup = manager.get_computed_blocks
-
-        def record(request: Any) -> Any:
-            result = lookup(request)
-            hits.append(result[1])
-            return result
-
-        manager.get_computed_blocks = record
+        hits = engine.record_hits()
         assert engine.generate([prompt], 48) == [expected]
         assert hits == [first_packed * 32]
         # Blocks from the first packed one on were never hashed, so a longer prompt gets no further.

@@ -92,17 +92,8 @@ def test_blocks_of_full_attention_are_freed_and_those_of_windows_are_as_in_stock
 
 def test_the_same_request_again_hits_below_its_packed_blocks(start: EngineFactory) -> None:
     prompts = random_prompts([500, 420])
-    hits = []
     with start(EVICTION, 60) as engine:
-        manager = engine.scheduler.kv_cache_manager
-        lookup = manager.get_computed_blocks
-
-        def record(request: Any) -> Any:
-            result = lookup(request)
-            hits.append(result[1])
-            return result
-
-        manager.get_computed_blocks = record
+        hits = engine.record_hits()
         first = engine.generate_alone(prompts, 40)
         # A request that drops nothing hashes all of its blocks: the next hit has to be cut.
         engine.generate(prompts, 1, [NOTHING_DROPPED] * 2)
