@@ -59,18 +59,19 @@ def run_script(
         sys.exit(f"error: {error}")
 
 
-def run_child(script: str, job: Job) -> dict[str, Any]:
+def run_child(script: str, job: Job, timeout: float | None = None) -> dict[str, Any]:
     """Runs a job in a fresh process of the same script and waits for its answer.
 
     Args:
         script: File of the calling script, which has called `run_script`.
         job: The job; without an `eviction` mapping the plugin is not even loaded.
+        timeout: Seconds after which the child is ended.
 
     Returns:
         What the child's function returned.
 
     Raises:
-        BenchmarkError: If the child failed; the message holds the end of its log.
+        BenchmarkError: If the child failed or took too long; the message holds the end of its log.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         child = subprocess.Popen(
@@ -82,7 +83,9 @@ def run_child(script: str, job: Job) -> dict[str, Any]:
             text=True,
         )
         try:
-            reply, _ = child.communicate(json.dumps(job))
+            reply, _ = child.communicate(json.dumps(job), timeout)
+        except subprocess.TimeoutExpired as error:
+            raise BenchmarkError(f"the engine's process took more than {timeout} s") from error
         finally:
             stop(child)
         if child.returncode == 0:
