@@ -168,13 +168,21 @@ class EvictionConfig(BaseModel):
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}") from None
+            raise ConfigError(
+                f"{path} is not valid YAML{_position(error)}: {getattr(error, 'problem', error)}"
+            ) from None
         if not isinstance(values, dict):
             raise ConfigError(
                 f"{path} must hold a mapping such as 'method: adakv-perturb', "
                 f"not {type(values).__name__}"
             )
         return values
+
+
+def _position(error: Exception) -> str:
+    """Where a file is not valid YAML, where that is known."""
+    mark = getattr(error, "problem_mark", None)
+    return f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 
 
 def _explain(error: ValidationError) -> str:

@@ -1,17 +1,36 @@
 """The command line and `additional_config` say the same thing; the block size is ours if open."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.engine import arguments, report
 from vllm_kvselect.engine.checked_scheduler import CheckedScheduler
 from vllm_kvselect.tiny_model import tiny_model
+
+NONE_BUT_CHOICE = ("--kv-eviction", "none", "--kv-eviction-allow-override")
+
+
+def said(caplog: pytest.LogCaptureFixture, *command: str) -> list[tuple[int, str]]:
+    """What the plugin logs when a configuration is made, with the levels."""
+    logger = logging.getLogger("vllm.kvselect")
+    caplog.clear()
+    logger.addHandler(caplog.handler)
+    try:
+        parse("--dtype", "float32", *command).create_engine_config()
+    finally:
+        logger.removeHandler(caplog.handler)
+    ours = [record for record in caplog.records if record.name == "vllm.kvselect"]
+    # The handler hears of them a second time where vLLM's logger propagates.
+    return list({id(r): (r.levelno, r.getMessage()) for r in ours}.values())
 
 
 def parse(*command: str) -> EngineArgs:
@@ -48,6 +67,71 @@ def test_overrides_are_a_list_of_names() -> None:
     assert config.parallel_config.worker_cls.endswith("EvictionCPUWorker")
 
 
+def test_help_shows_what_holds_where_an_option_is_not_given() -> None:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    (group,) = [group for group in parser._action_groups if group.title == "KVEviction"]
+    formatter = parser._get_formatter()
+    formatter.add_arguments(group._group_actions)
+    text = " ".join(formatter.format_help().split())
+    for option, default in (
+        ("--kv-eviction {none", "none"),
+        ("--kv-eviction-budget", EvictionConfig().budget),
+        ("--kv-eviction-window", EvictionConfig().window),
+        ("--kv-eviction-alpha", EvictionConfig().alpha),
+        ("--kv-eviction-allow-override", "nothing"),
+        ("--kv-eviction-check-integrity", "off"),
+    ):
+        help_text = text.split(f"{option}", 1)[1].split(" --kv-", 1)[0]
+        assert help_text.endswith(f"(default: {default})")
+    assert "None" not in text
+
+
+def test_options_and_additional_config_are_merged_where_they_agree() -> None:
+    settings = {"method": "adakv", "kernel_size": 5}
+    command = ["--kv-eviction", "adakv", "--kv-eviction-budget", "512", "--additional-config"]
+    args = parse(*command, json.dumps({"kv_eviction": settings}))
+    assert args.additional_config == {"kv_eviction": {**settings, "budget": 512}}
+    # With several API servers vLLM reads the command line again, with the result in it.
+    args = parse(*command, json.dumps(args.additional_config))
+    assert args.additional_config == {"kv_eviction": {**settings, "budget": 512}}
+    # An option may add to a method that is chosen there.
+    args = parse("--kv-eviction-budget", "512", *command[-1:], '{"kv_eviction": {}}')
+    assert args.additional_config == {"kv_eviction": {"budget": 512}}
+
+
+@pytest.mark.parametrize(
+    ("additional", "message"),
+    [
+        ('{"kv_eviction": 5}', r"additional_config\['kv_eviction'\] = 5 must be a mapping"),
+        ('{"kv_eviction": {"budget": 512}}', r"budget = 1 by .*contradicts.* = 512; give it once"),
+        ('{"kv_eviction": {"budget": 1.0}}', r"budget = 1 by .*contradicts.* = 1\.0"),
+        ("[5]", r"additional_config = '\[5\]' must be a mapping beside --kv-eviction"),
+    ],
+)
+def test_options_and_additional_config_that_contradict_are_refused(
+    additional: str, message: str
+) -> None:
+    options = ["--kv-eviction", "adakv", "--kv-eviction-budget", "1"]
+    with pytest.raises(ConfigError, match=message):
+        parse(*options, "--additional-config", additional)
+
+
+class Settings:
+    """Settings of somebody's own, which vLLM accepts for the sake of their hash."""
+
+    def compute_hash(self) -> str:
+        return "abc"
+
+
+def test_settings_of_a_stock_engine_may_be_any_object() -> None:
+    settings: Any = Settings()
+    args = EngineArgs(str(tiny_model()), max_model_len=2048, additional_config=settings)
+    config = args.create_engine_config()
+    assert config.additional_config is settings
+    assert arguments.server_config(config) is None
+    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
 def test_a_budget_of_one_is_an_entry_and_one_point_zero_is_everything() -> None:
     for text, budget in (("1024", 1024), ("0.2", 0.2), ("1", 1), ("1.0", 1.0)):
         args = parse("--kv-eviction", "adakv", "--kv-eviction-budget", text)
@@ -61,7 +145,9 @@ def test_a_budget_of_one_is_an_entry_and_one_point_zero_is_everything() -> None:
         (("--kv-eviction", "snapkw"), "invalid choice: 'snapkw'"),
         (("--kv-eviction", "adakv", "--kv-eviction-budget", "1.5"), "budget = 1.5 is not accepted"),
         (("--kv-eviction", "adakv", "--kv-eviction-budget", "0"), "budget = 0 is not accepted"),
-        (("--kv-eviction", "adakv", "--kv-eviction-budget", "many"), "invalid"),
+        (("--kv-eviction", "adakv", "--kv-eviction-budget", "many"), "'many' is not a number"),
+        (("--kv-eviction", "adakv", "--kv-eviction-window", "1.5"), "window = 1.5 is not accepted"),
+        (("--kv-eviction", "adakv", "--kv-eviction-alpha", "x"), "'x' is not a number"),
         (("--kv-eviction", "adakv", "--kv-eviction-window", "0"), "window = 0 is not accepted"),
         (("--kv-eviction", "adakv", "--kv-eviction-alpha", "2"), "alpha = 2.0 is not accepted"),
         (
@@ -110,15 +196,73 @@ def test_a_block_size_of_the_user_stays() -> None:
 
 
 def test_start_up_says_what_is_retained_and_freed(caplog: pytest.LogCaptureFixture) -> None:
-    args = parse("--kv-eviction", "adakv", "--kv-eviction-budget", "256")
-    logger = logging.getLogger("vllm.kvselect")
-    logger.addHandler(caplog.handler)
-    try:
-        args.create_engine_config()
-    finally:
-        logger.removeHandler(caplog.handler)
     # 2,048 tokens are 64 blocks; the tail begins at block 63, 7 more are packed, 56 are freed.
-    assert caplog.messages[-1] == (
-        "KV eviction adakv: retains 256 entries per KV head and layer (window 32 included) of a "
-        "prompt of 2048 tokens; frees 56 of its 64 blocks, 39.4 of 45.0 MiB"
-    )
+    assert said(caplog, "--kv-eviction", "adakv", "--kv-eviction-budget", "256") == [
+        (
+            logging.INFO,
+            "KV eviction adakv: retains 256 entries per KV head and layer (window 32 included) of "
+            "a prompt of 2048 tokens; frees 56 of its 64 blocks, 78.8 of 90.0 MiB",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "retained"),
+    [
+        (("--kv-eviction", "adakv", "--kv-eviction-budget", "2048"), "2048 retains 2048"),
+        (("--kv-eviction", "adakv", "--kv-eviction-budget", "9999"), "9999 retains 2048"),
+        (("--kv-eviction", "adakv", "--kv-eviction-budget", "2017"), "2017 retains 2017"),
+        (("--kv-eviction", "snapkv", "--kv-eviction-budget", "1.0"), "1.0 retains 2048"),
+        (
+            (*NONE_BUT_CHOICE, "method", "--kv-eviction-budget", "2048"),
+            "2048 retains 2048",
+        ),
+    ],
+)
+def test_a_server_that_can_never_drop_anything_warns(
+    options: tuple[str, ...], retained: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ((level, message),) = said(caplog, *options)
+    assert level == logging.WARNING
+    assert "never drops anything here: the longest prompt (--max-model-len) has 2048" in message
+    assert f"a budget of {retained} of them" in message
+    assert message.endswith("lower --kv-eviction-budget")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--kv-eviction", "adakv", "--kv-eviction-budget", "2016"),
+        (*NONE_BUT_CHOICE, "method"),
+        (*NONE_BUT_CHOICE, "method,budget", "--kv-eviction-budget", "2048"),
+    ],
+)
+def test_a_server_that_may_drop_something_does_not_warn(
+    options: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [level for level, _ in said(caplog, *options)] == [logging.INFO]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fast", "warns"),
+    [
+        ("bfloat16", torch.float32, True),
+        ("float16", torch.float32, True),
+        ("float32", torch.float32, False),
+        ("bfloat16", torch.bfloat16, False),
+        ("float16", torch.bfloat16, False),
+    ],
+)
+def test_a_slow_data_type_is_said_once_with_the_option_that_changes_it(
+    dtype: str,
+    fast: torch.dtype,
+    warns: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(report, "fast_dtype", lambda: fast)
+    messages = [text for _, text in said(caplog, "--kv-eviction", "adakv", "--dtype", dtype)]
+    slow = [text for text in messages if f"no instructions for {dtype}" in text]
+    assert len(slow) == warns
+    assert all("add --dtype float32" in text for text in slow)
+    assert said(caplog, "--dtype", dtype) == []  # nor without eviction

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine import arguments, platforms
+from vllm_kvselect.engine import arguments, platforms, report
 from vllm_kvselect.engine.arguments import choose_scheduler
 from vllm_kvselect.engine.checks import (
     refuse_mixed_groups,
@@ -295,7 +295,7 @@ def test_cuda_gets_its_worker_and_flash_attention_or_what_the_user_asked_for(
     on_cuda.cache_config.cache_dtype = "fp8"
     on_cuda.attention_config.backend = asked
     engine_args = EngineArgs(str(tiny_model()), additional_config={"kv_eviction": {}})
-    num_bytes = arguments.block_bytes(on_cuda)
+    num_bytes = report.block_bytes(on_cuda)
     arguments.after_engine_config(engine_args, on_cuda)
     module, _, name = on_cuda.parallel_config.worker_cls.rpartition(".")
     assert issubclass(getattr(importlib.import_module(module), name), Worker)
@@ -304,7 +304,7 @@ def test_cuda_gets_its_worker_and_flash_attention_or_what_the_user_asked_for(
     ours = resolve_obj_by_qualname(PLATFORMS["cuda"].backends[backend])
     assert issubclass(ours, backend.get_class())
     on_cuda.cache_config.cache_dtype = "bfloat16"
-    assert arguments.block_bytes(on_cuda) == 2 * num_bytes
+    assert report.block_bytes(on_cuda) == 2 * num_bytes
 
 
 @pytest.mark.parametrize(

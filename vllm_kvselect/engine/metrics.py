@@ -17,7 +17,8 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_kvselect.config import CONFIG_KEY
-from vllm_kvselect.engine.arguments import block_bytes, block_entries, server_config
+from vllm_kvselect.engine.arguments import server_config
+from vllm_kvselect.engine.report import block_bytes, block_entries
 from vllm_kvselect.request import REFUSAL_REASONS, RefusalReason
 
 _FRACTIONS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)

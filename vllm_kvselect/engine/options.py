@@ -1,0 +1,118 @@
+"""The `--kv-eviction*` options of vLLM's command line."""
+
+import argparse
+from typing import Any
+
+from vllm_kvselect.config import METHOD_NAMES, OVERRIDE_NAMES, ConfigError, EvictionConfig
+
+_DEFAULTS = EvictionConfig()
+_FIELDS = ("method", "budget", "window", "alpha", "allow_override", "check_integrity")
+"""Fields of `EvictionConfig` with an option of their own, `args.kv_eviction_<field>`."""
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the options to vLLM's parser, in a group of their own.
+
+    Args:
+        parser: vLLM's parser; parsed values appear as `kv_eviction_*`, None where not given.
+    """
+    group = parser.add_argument_group(
+        title="KVEviction",
+        description="Retain only the critical KV entries of every attention head (vllm-kvselect).",
+    )
+    group.add_argument(
+        "--kv-eviction",
+        dest="kv_eviction_method",
+        choices=METHOD_NAMES,
+        help=_help("Method that chooses the entries; 'none' is stock vLLM.", "none"),
+    )
+    group.add_argument(
+        "--kv-eviction-budget",
+        type=lambda text: _field("budget", _number(text)),
+        metavar="ENTRIES|FRACTION",
+        help=_help(
+            "Entries retained per KV head and layer, window included: a number (1024) or a "
+            "fraction of the prompt (0.2).",
+            _DEFAULTS.budget,
+        ),
+    )
+    group.add_argument(
+        "--kv-eviction-window",
+        type=lambda text: _field("window", _number(text)),
+        metavar="TOKENS",
+        help=_help(
+            "Last prompt tokens, whose queries score the entries before them.", _DEFAULTS.window
+        ),
+    )
+    group.add_argument(
+        "--kv-eviction-alpha",
+        type=lambda text: _field("alpha", _share(text)),
+        metavar="SHARE",
+        help=_help(
+            "Share of the budget that the first of two stages fills ('-perturb' methods).",
+            _DEFAULTS.alpha,
+        ),
+    )
+    group.add_argument(
+        "--kv-eviction-allow-override",
+        type=lambda text: _field("allow_override", text.split(",")),
+        metavar="FIELD[,FIELD]",
+        help=_help(
+            f"What a request may choose for itself: {', '.join(OVERRIDE_NAMES)}.", "nothing"
+        ),
+    )
+    group.add_argument(
+        "--kv-eviction-check-integrity",
+        action="store_true",
+        default=None,
+        help=_help(
+            "Check all KV cache blocks after every step; stop requests whose blocks are wrong.",
+            "off",
+        ),
+    )
+    group.add_argument(
+        "--kv-eviction-config",
+        metavar="FILE",
+        help=_help(
+            "YAML file with these and further settings; options on the command line win.",
+            "no file",
+        ),
+    )
+
+
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that a command line has, by the names of their fields, and without the file."""
+    values = {name: getattr(args, f"kv_eviction_{name}", None) for name in _FIELDS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _help(text: str, default: object) -> str:
+    """A help text with what holds where the option is not given.
+
+    The parser's own default is None, which would be shown, did the text not hold `%(default)`.
+    """
+    return f"{text} (default: {default})%(default).0s"
+
+
+def _number(text: str) -> int | float:
+    """An int where the text is one, else a float: 1 entry is not the fraction 1.0."""
+    try:
+        return int(text)
+    except ValueError:
+        return _share(text)
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _field(name: str, value: Any) -> Any:
+    """Validates one field, so that the parser reports it like any other bad argument."""
+    try:
+        EvictionConfig.parse({name: value})
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return value

@@ -1,0 +1,102 @@
+"""A start that is refused ends with one line: the reason and what to do.
+
+vLLM shows what fails at its start as tracebacks, one from every process that takes part. What a
+command refuses in its own process is shown as one line instead. What one of its workers refuses
+reaches the command through a note, a small file, so that the reason is the last line here too.
+"""
+
+import atexit
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from vllm_kvselect.config import ConfigError
+
+logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
+
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+@dataclass
+class OneLine:
+    """Shows uncaught refusals as one line; a `sys.excepthook`.
+
+    Attributes:
+        before: What shows every other error.
+        notes: Where the workers of this command's engines write why they refuse.
+    """
+
+    before: ExceptHook
+    notes: list[Path] = field(default_factory=list)
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Shows an error that nobody caught; the traceback of a refusal is there at debug level."""
+        reason = str(error) if isinstance(error, ConfigError) else self._noted()
+        if not reason:
+            self.before(kind, error, trace)
+            return
+        logger.debug("The start was refused.", exc_info=(kind, error, trace))
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {one_line(reason)}\n")
+
+    def _noted(self) -> str:
+        """What a worker refused; every rank says the same, so the first line is enough."""
+        notes = [path.read_text(encoding="utf-8") for path in self.notes if path.exists()]
+        return next(filter(None, notes), "").partition("\n")[0]
+
+
+def one_line(text: object) -> str:
+    """A message as one line."""
+    return " ".join(str(text).split())
+
+
+def end_with_one_line() -> None:
+    """Shows refusals of this process, which runs a command, as one line from now on.
+
+    A program that uses vLLM as a library sees `ConfigError`, with its traceback.
+    """
+    if not isinstance(sys.excepthook, OneLine):
+        sys.excepthook = OneLine(sys.excepthook)
+
+
+def expect_note(vllm_config: VllmConfig) -> None:
+    """Makes the file for the workers of an engine, where a command starts it."""
+    if not isinstance(sys.excepthook, OneLine):
+        return
+    path = _note(vllm_config)
+    with suppress(OSError):  # without a note the reason stands among the tracebacks
+        path.touch(0o600, exist_ok=False)
+        sys.excepthook.notes.append(path)
+        atexit.register(path.unlink, missing_ok=True)
+
+
+@contextmanager
+def noting_refusals(vllm_config: VllmConfig) -> Iterator[None]:
+    """Notes why a worker refuses, if the command that started it expects a note.
+
+    Args:
+        vllm_config: The worker's configuration.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        # The folder is everybody's: only the file that the command made is written to.
+        with suppress(OSError):
+            descriptor = os.open(_note(vllm_config), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as note:
+                note.write(f"{one_line(error)}\n")
+        raise
+
+
+def _note(vllm_config: VllmConfig) -> Path:
+    """The file of an engine, whose id every process knows."""
+    return Path(tempfile.gettempdir()) / f"vllm-kvselect-{vllm_config.instance_id}"
