@@ -127,3 +127,20 @@ def budget_entries(num_prompt_tokens: int, config: EvictionConfig) -> int:
     if isinstance(config.budget, float):
         return ceil(config.budget * num_prompt_tokens)
     return config.budget
+
+
+def budget_problem(max_prompt_tokens: int, block_size: int, config: EvictionConfig) -> str | None:
+    """Says why a budget is too small for an engine, and what is needed; None if it is not.
+
+    Args:
+        max_prompt_tokens: Length of the longest prompt, of which a fraction must be enough.
+        block_size: Tokens per block.
+        config: The configuration.
+    """
+    least, entries = config.window + block_size, budget_entries(max_prompt_tokens, config)
+    if entries >= least:
+        return None
+    return (
+        f"budget = {config.budget!r} retains {entries} entries of {max_prompt_tokens} tokens; at "
+        f"least {least} are needed, the window of {config.window} and one block of {block_size}"
+    )

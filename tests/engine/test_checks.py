@@ -24,11 +24,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine import arguments, platforms, report
 from vllm_kvselect.engine.arguments import choose_scheduler
-from vllm_kvselect.engine.checks import (
-    refuse_mixed_groups,
-    refuse_unsupported,
-    settings_problems,
-)
+from vllm_kvselect.engine.checks import refuse_unsupported, settings_problems
+from vllm_kvselect.engine.models import layer_types, refuse_mixed_groups
 from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.pool_scheduler import PoolAsyncScheduler, PoolScheduler
 from vllm_kvselect.engine.spec import HeadwiseSpec, WindowSpec
@@ -77,6 +74,23 @@ MODELS = {
     "chunked attention": (
         {**GEMMA, "layer_types": ["chunked_attention", "full_attention"]},
         r"other than full attention and sliding windows \(chunked_attention, full_attention\)",
+    ),
+    "windows by a list": (
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "interleaved_sliding_window": [64, None],
+        },
+        "has no layer_types in its config.*sliding window by interleaved_sliding_window",
+    ),
+    "windows by a pattern": (
+        {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": 64,
+            "sliding_window_pattern": 2,
+        },
+        "has no layer_types in its config.*sliding window by sliding_window_pattern",
     ),
     "no attention": (
         {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 8},
@@ -226,37 +240,64 @@ def test_another_scheduler_and_the_integrity_check_exclude_each_other() -> None:
         create({"check_integrity": True}, scheduler_cls=scheduler)
 
 
-def test_sliding_windows_beside_full_attention_and_what_they_exclude(tmp_path: Path) -> None:
+@pytest.fixture
+def gemma(tmp_path: Path) -> dict[str, Any]:
+    """A model of which one layer of two has a sliding window."""
     (tmp_path / "config.json").write_text(json.dumps(SMALL | GEMMA))
-    model: dict[str, Any] = {"model": str(tmp_path), "skip_tokenizer_init": True}
-    create({}, **model)
+    return {"model": str(tmp_path), "skip_tokenizer_init": True}
+
+
+def test_sliding_windows_beside_full_attention_and_what_they_exclude(gemma: dict[str, Any]) -> None:
+    create({}, **gemma)
     with pytest.raises(ConfigError, match=r"hybrid KV cache manager; leave --disable-hybrid"):
-        create({}, disable_hybrid_kv_cache_manager=True, **model)
+        create({}, disable_hybrid_kv_cache_manager=True, **gemma)
     with pytest.raises(ConfigError, match=r"check_integrity does not know sliding windows"):
-        create({"check_integrity": True}, **model)
+        create({"check_integrity": True}, **gemma)
     with pytest.raises(ConfigError, match=r"sliding windows and pipeline parallelism together"):
-        create({}, pipeline_parallel_size=2, **model)
+        create({}, pipeline_parallel_size=2, **gemma)
 
 
-def test_layers_of_different_shapes_are_refused() -> None:
-    settings: dict[str, Any] = {"eviction": EvictionConfig(), "head_size": 64}
-    settings |= {"dtype": torch.float32, "num_kv_heads": 1}
-    one = HeadwiseSpec(block_size=32, **settings)
-    two = HeadwiseSpec(block_size=32, **settings | {"num_kv_heads": 2})
-    window = WindowSpec(block_size=32, sliding_window=64, **settings)
-    uniform = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": one, "b": two})
-    for specs in ([one], [window, one, window]):
-        refuse_mixed_groups(kv_cache_config(*specs), 32)
-    for specs in ([uniform], [one, one], [window], [one, uniform], []):
+SHAPE: dict[str, Any] = {"eviction": EvictionConfig(), "head_size": 64, "dtype": torch.float32}
+ONE = HeadwiseSpec(block_size=32, num_kv_heads=1, **SHAPE)
+TWO = HeadwiseSpec(block_size=32, num_kv_heads=2, **SHAPE)
+WINDOW = WindowSpec(block_size=32, num_kv_heads=1, sliding_window=64, **SHAPE)
+UNIFORM = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": ONE, "b": TWO})
+
+
+def test_layers_of_different_shapes_are_refused(gemma: dict[str, Any]) -> None:
+    full, sliding = create({}), create({}, **gemma)
+    refuse_mixed_groups(kv_cache_config(ONE), full)
+    refuse_mixed_groups(kv_cache_config(WINDOW, ONE, WINDOW), sliding)
+    for specs in ([UNIFORM], [ONE, ONE], [WINDOW], [ONE, UNIFORM], []):
         with pytest.raises(ConfigError, match="full-attention layers of one shape in one KV cache"):
-            refuse_mixed_groups(kv_cache_config(*specs), 32)
-    for specs in (
-        [one],
-        [replace(one, block_size=64), window],
-        [one, replace(window, block_size=64)],
-    ):
+            refuse_mixed_groups(kv_cache_config(*specs), full)
+    for specs in ([replace(ONE, block_size=64)], [ONE, replace(WINDOW, block_size=64)]):
         with pytest.raises(ConfigError, match=r"Spec of \d\d tokens.*serve this model without"):
-            refuse_mixed_groups(kv_cache_config(*specs), 64 if len(specs) == 1 else 32)
+            refuse_mixed_groups(kv_cache_config(*specs), sliding)
+
+
+def test_loaded_layers_that_are_not_what_the_config_says_are_refused(gemma: dict[str, Any]) -> None:
+    for config, specs in ((create({}), (ONE, WINDOW)), (create({}, **gemma), (ONE,))):
+        with pytest.raises(ConfigError, match=r"layers disagree on which.*serve it without"):
+            refuse_mixed_groups(kv_cache_config(*specs), config)
+
+
+def test_layers_whose_window_is_switched_off_count_as_full(gemma: dict[str, Any]) -> None:
+    config = create({}, **gemma)
+    assert layer_types(config) == ["sliding_attention", "full_attention"]
+    off = create({"budget": 64}, **gemma | {"max_model_len": None}, disable_sliding_window=True)
+    assert layer_types(off) == ["full_attention"] * 2
+    assert report.block_entries(off) == 2 * report.block_entries(config)
+    refuse_mixed_groups(kv_cache_config(ONE), off)
+
+
+def test_model_runner_v2_is_refused_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # as in an image with triton-cpu
+    assert create({"method": "none"}).use_v2_model_runner
+    with pytest.raises(ConfigError, match=r"model runner V2.*set VLLM_USE_V2_MODEL_RUNNER=0"):
+        create({})
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    create({})
 
 
 def kv_cache_config(*specs: Any) -> KVCacheConfig:

@@ -2,17 +2,14 @@
 
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine import xformers_attention
-from vllm_kvselect.engine.platforms import PLATFORMS, Platform, platform, platform_name
-from vllm_kvselect.engine.spec import HeadwiseSpec, WindowSpec
+from vllm_kvselect.engine.models import model_problems, window_problems
+from vllm_kvselect.engine.platforms import PLATFORMS, platform, platform_name
 from vllm_kvselect.machine import dtype_name
 from vllm_kvselect.methods.registry import METHODS
-from vllm_kvselect.retention import budget_entries
-
-_FULL_OR_SLIDING = ("full_attention", "sliding_attention")
+from vllm_kvselect.retention import budget_problem
 
 
 def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> None:
@@ -27,8 +24,8 @@ def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> Non
     """
     problems = [
         *_platform_problems(vllm_config),
-        *_model_problems(vllm_config),
-        *_window_problems(vllm_config, eviction),
+        *model_problems(vllm_config),
+        *window_problems(vllm_config, eviction),
         *_feature_problems(vllm_config),
         *_block_problems(vllm_config),
         *_provider_problems(vllm_config, eviction),
@@ -59,49 +56,31 @@ def may_pool(eviction: EvictionConfig) -> bool:
     return eviction.enabled and METHODS[eviction.method].pooled
 
 
-def refuse_mixed_groups(kv_cache_config: KVCacheConfig, block_size: int) -> None:
-    """Checks that one block manager, and it is ours, plans for all layers that drop entries.
-
-    vLLM gives layers of different shapes a manager of its own: it would free nothing and hash
-    blocks that the workers overwrite. Layers with a sliding window may have groups beside.
-
-    Args:
-        kv_cache_config: How vLLM grouped the layers.
-        block_size: Tokens per block with which the workers plan.
-
-    Raises:
-        ConfigError: If full-attention layers are in several groups, or a group is not ours.
-    """
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    full = [spec for spec in specs if isinstance(spec, HeadwiseSpec)]
-    are_known = all(isinstance(spec, HeadwiseSpec | WindowSpec) for spec in specs)
-    if len(full) != 1 or not are_known or any(spec.block_size != block_size for spec in specs):
-        made = ", ".join(f"{type(spec).__name__} of {spec.block_size} tokens" for spec in specs)
-        raise ConfigError(
-            f"kv_eviction needs full-attention layers of one shape in one KV cache group with "
-            f"blocks of {block_size} tokens, but vLLM made {made}; serve this model without "
-            "--kv-eviction"
-        )
-
-
 def _platform_problems(vllm_config: VllmConfig) -> list[str]:
     here = platform()
     if here is None:
         accepted = ", ".join(map(repr, PLATFORMS))
         return [f"platform {platform_name()!r} has no backend yet; accepted: {accepted}"]
     worker = vllm_config.parallel_config.worker_cls
-    problems = _cuda_problems(vllm_config, here) if platform_name() == "cuda" else []
+    problems = {"cpu": _cpu_problems, "cuda": _cuda_problems}[platform_name()](vllm_config)
     if worker != here.stock_worker:
         problems.append(f"worker_cls = {worker!r} replaces the worker; leave it at 'auto'")
     return problems
 
 
-def _cuda_problems(vllm_config: VllmConfig, cuda: Platform) -> list[str]:
+def _cpu_problems(vllm_config: VllmConfig) -> list[str]:
+    """What stands against the model runner, of which vLLM takes the new one beside triton-cpu."""
+    if not vllm_config.use_v2_model_runner:
+        return []
+    return ["model runner V2 on CPU is not supported yet; set VLLM_USE_V2_MODEL_RUNNER=0"]
+
+
+def _cuda_problems(vllm_config: VllmConfig) -> list[str]:
     """What stands against the backends that ours can stand in for."""
     attention, parallel = vllm_config.attention_config, vllm_config.parallel_config
-    problems = []
-    if attention.backend not in (None, *cuda.backends):
-        accepted = " or ".join(backend.name for backend in cuda.backends)
+    backends, problems = PLATFORMS["cuda"].backends, []
+    if attention.backend not in (None, *backends):
+        accepted = " or ".join(backend.name for backend in backends)
         problems.append(
             f"attention backend {attention.backend.name} has no view of single heads yet; leave "
             f"--attention-backend out, or choose {accepted}"
@@ -124,37 +103,6 @@ def _provider_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> lis
     return xformers_attention.problems(vllm_config)
 
 
-def _layer_types(vllm_config: VllmConfig) -> set[str]:
-    """Kinds of attention in the model, by Hugging Face's names."""
-    if vllm_config.cache_config.sliding_window is not None:  # set only where every layer slides
-        return {"sliding_attention"}
-    layer_types = getattr(vllm_config.model_config.hf_text_config, "layer_types", None)
-    return set(layer_types or ["full_attention"])
-
-
-def _model_problems(vllm_config: VllmConfig) -> list[str]:
-    model, layer_types = vllm_config.model_config, _layer_types(vllm_config)
-    reasons = {
-        "uses MLA, whose cache has no entries per KV head": model.use_mla,
-        "has no attention layers": model.is_attention_free,
-        "mixes attention with state-space or linear-attention layers": model.is_hybrid,
-        "is an encoder-decoder": model.is_encoder_decoder,
-        "does not generate text (pooling)": model.runner_type != "generate",
-        "has no layers with full attention, the only ones that drop entries": "full_attention"
-        not in layer_types,
-        f"has layers other than full attention and sliding windows "
-        f"({', '.join(sorted(layer_types))})": not layer_types <= {*_FULL_OR_SLIDING}
-        or model.attention_chunk_size is not None
-        or model.rswa_window is not None,
-        "attends to parts of its prompt in both directions": model.is_mm_prefix_lm,
-    }
-    return [
-        f"model {model.model!r} {reason}; serve it without --kv-eviction"
-        for reason, present in reasons.items()
-        if present
-    ]
-
-
 def _feature_problems(vllm_config: VllmConfig) -> list[str]:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
@@ -174,23 +122,6 @@ def _feature_problems(vllm_config: VllmConfig) -> list[str]:
         "KV sharing between layers (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
     }
     return [f"{name} is not supported; switch it off" for name, on in features.items() if on]
-
-
-def _window_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
-    """What stands against sliding windows beside full attention."""
-    if "sliding_attention" not in _layer_types(vllm_config):
-        return []
-    problems = []
-    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        problems.append(
-            "sliding windows beside full attention need vLLM's hybrid KV cache manager; leave "
-            "--disable-hybrid-kv-cache-manager out"
-        )
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        problems.append("sliding windows and pipeline parallelism together are not supported")
-    if eviction.check_integrity:
-        problems.append("check_integrity does not know sliding windows; leave it out")
-    return problems
 
 
 def _scheduler_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
@@ -240,12 +171,5 @@ def _block_problems(vllm_config: VllmConfig) -> list[str]:
 
 def _budget_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
     block_size = vllm_config.cache_config.block_size
-    max_model_len = vllm_config.model_config.max_model_len
-    least, entries = eviction.window + block_size, budget_entries(max_model_len, eviction)
-    if entries < least:
-        return [
-            f"budget = {eviction.budget!r} retains {entries} entries of {max_model_len} tokens; "
-            f"at least {least} are needed, the window of {eviction.window} and one block of "
-            f"{block_size}"
-        ]
-    return []
+    problem = budget_problem(vllm_config.model_config.max_model_len, block_size, eviction)
+    return [problem] if problem else []

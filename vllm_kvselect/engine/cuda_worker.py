@@ -12,6 +12,7 @@ from vllm_kvselect.engine.cuda_backend import CudaMetadataBuilder
 from vllm_kvselect.engine.cuda_tables import buffer_bytes
 from vllm_kvselect.engine.hooks import hook_full_graphs
 from vllm_kvselect.engine.platforms import PLATFORMS
+from vllm_kvselect.engine.refusal import notes_refusals
 from vllm_kvselect.engine.spec import HeadwiseSpec
 from vllm_kvselect.engine.warm_up import warm_up
 from vllm_kvselect.engine.worker import EvictionWorker
@@ -47,11 +48,13 @@ class EvictionGPUWorker(EvictionWorker, Worker):
         logger.info("KV eviction keeps %.2f GiB of the KV cache's memory", reserved / 2**30)
         return available - reserved
 
+    @notes_refusals
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates the KV cache and connects layers; packing keeps out of full graphs."""
         super().initialize_from_config(kv_cache_config)
         hook_full_graphs(self.model_runner, lambda: self._is_prefilling)
 
+    @notes_refusals
     def compile_or_warm_up_model(self) -> Any:
         """Launches every kernel once before graphs are captured, then as vLLM."""
         for builder in self._builders:

@@ -6,14 +6,16 @@ reaches the command through a note, a small file, so that the reason is the last
 """
 
 import atexit
+import functools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -22,6 +24,8 @@ from vllm_kvselect.config import ConfigError
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -79,22 +83,27 @@ def expect_note(vllm_config: VllmConfig) -> None:
         atexit.register(path.unlink, missing_ok=True)
 
 
-@contextmanager
-def noting_refusals(vllm_config: VllmConfig) -> Iterator[None]:
-    """Notes why a worker refuses, if the command that started it expects a note.
+def notes_refusals(method: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Decorates a method of a worker: if it refuses, the command that waits for a note gets one."""
 
-    Args:
-        vllm_config: The worker's configuration.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        # The folder is everybody's: only the file that the command made is written to.
-        with suppress(OSError):
-            descriptor = os.open(_note(vllm_config), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as note:
-                note.write(f"{one_line(error)}\n")
-        raise
+    @functools.wraps(method)
+    def noting(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        try:
+            return method(*args, **kwargs)
+        except ConfigError as error:
+            worker: Any = args[0]
+            _write(_note(worker.vllm_config), one_line(error))
+            raise
+
+    return noting
+
+
+def _write(note: Path, line: str) -> None:
+    """Adds a line, if the command made the file: the folder is everybody's, so nothing else is."""
+    with suppress(OSError):
+        descriptor = os.open(note, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(f"{line}\n")
 
 
 def _note(vllm_config: VllmConfig) -> Path:

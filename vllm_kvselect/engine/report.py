@@ -6,6 +6,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.models import layer_types
 from vllm_kvselect.engine.platforms import platform_name
 from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.retention import budget_entries, cuts
@@ -88,10 +89,7 @@ def block_entries(vllm_config: VllmConfig) -> int:
     Where there are fewer KV heads than ranks, vLLM gives each of these a copy, and each counts.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    num_layers = model.get_total_num_hidden_layers()
-    layer_types = getattr(model.hf_text_config, "layer_types", None)
-    if layer_types is not None:
-        num_layers = layer_types[:num_layers].count("full_attention")
+    num_layers = layer_types(vllm_config).count("full_attention")
     num_heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
     return vllm_config.cache_config.block_size * num_layers * num_heads
 

@@ -20,9 +20,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_kvselect.config import CONFIG_KEY, EvictionConfig
-from vllm_kvselect.engine.checks import refuse_mixed_groups
 from vllm_kvselect.engine.metrics import StepReport
+from vllm_kvselect.engine.models import refuse_mixed_groups
 from vllm_kvselect.engine.output_projection import find_output_projections, materialise
+from vllm_kvselect.engine.refusal import notes_refusals
 from vllm_kvselect.engine.spec import HeadwiseSpec, with_eviction
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
 from vllm_kvselect.engine.step.layer import HeadwiseImpl
@@ -62,6 +63,7 @@ class EvictionWorker(ABC):
         self._reported_seconds = 0.0
         self._report_to_send: StepReport | None = None
 
+    @notes_refusals
     def load_model(self, **kwargs: Any) -> None:
         """Loads the model with our attention backend and binds the output projections."""
         with _backend_in_place(self.replaces, self.backend):
@@ -89,9 +91,10 @@ class EvictionWorker(ABC):
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         return {name: with_eviction(spec, self._eviction) for name, spec in specs.items()}
 
+    @notes_refusals
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates the KV cache, then connects builders and layers to the state beside it."""
-        refuse_mixed_groups(kv_cache_config, self.vllm_config.cache_config.block_size)
+        refuse_mixed_groups(kv_cache_config, self.vllm_config)
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self._states = [
             builder.start(kv_cache_config.num_blocks, self._requests_of, self._kernels)

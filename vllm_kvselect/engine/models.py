@@ -1,0 +1,127 @@
+"""Which models eviction serves: what their configs say, and what their loaded layers say."""
+
+from vllm.config import ModelConfig, VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.engine.spec import HeadwiseSpec, WindowSpec
+
+_FULL_OR_SLIDING = ("full_attention", "sliding_attention")
+_WINDOW_FIELDS = (
+    "sliding_window",
+    "hybrid_layer_pattern",  # MiMo-V2
+    "interleaved_sliding_window",  # openPangu, and where vLLM finds a list in sliding_window
+    "loop_window_size",  # IQuest-LoopCoder
+    "sliding_windows",  # EXAONE MoE
+)
+
+
+def layer_types(vllm_config: VllmConfig) -> list[str]:
+    """Kinds of attention of the model's layers, in order, by Hugging Face's names."""
+    model = vllm_config.model_config
+    num_layers = model.get_total_num_hidden_layers()
+    if vllm_config.cache_config.sliding_window is not None:  # set only where every layer slides
+        return ["sliding_attention"] * num_layers
+    listed = getattr(model.hf_text_config, "layer_types", None) or ["full_attention"] * num_layers
+    if model.disable_sliding_window or not _window_fields(model):
+        # No window to slide, whatever the layer is called.
+        listed = ["full_attention" if kind == "sliding_attention" else kind for kind in listed]
+    return list(listed[:num_layers])
+
+
+def _window_fields(model: ModelConfig) -> list[str]:
+    """Fields in which the model's config has the size or the place of sliding windows."""
+    return [name for name in _WINDOW_FIELDS if getattr(model.hf_text_config, name, None)]
+
+
+def _unlisted_windows(model: ModelConfig) -> list[str]:
+    """Fields by which a model without `layer_types` may decide which of its layers slide.
+
+    vLLM's models read them each in its own way, so the layers are known only once they are loaded.
+    """
+    fields = _window_fields(model)
+    if getattr(model.hf_text_config, "layer_types", None):
+        return []
+    if "sliding_window" in fields and getattr(model.hf_text_config, "sliding_window_pattern", None):
+        return ["sliding_window_pattern"]
+    return [name for name in fields if name != "sliding_window"]
+
+
+def model_problems(vllm_config: VllmConfig) -> list[str]:
+    """What stands against the model: one sentence for each problem, with what to do."""
+    model, types = vllm_config.model_config, {*layer_types(vllm_config)}
+    windows = _unlisted_windows(model)
+    reasons = {
+        "uses MLA, whose cache has no entries per KV head": model.use_mla,
+        "has no attention layers": model.is_attention_free,
+        "mixes attention with state-space or linear-attention layers": model.is_hybrid,
+        "is an encoder-decoder": model.is_encoder_decoder,
+        "does not generate text (pooling)": model.runner_type != "generate",
+        "has no layers with full attention, the only ones that drop entries": "full_attention"
+        not in types
+        and not windows,
+        f"has layers other than full attention and sliding windows "
+        f"({', '.join(sorted(types))})": not types <= {*_FULL_OR_SLIDING}
+        or model.attention_chunk_size is not None
+        or model.rswa_window is not None,
+        f"has no layer_types in its config, and may give some of its layers a sliding window by "
+        f"{' and '.join(windows)}": bool(windows),
+        "attends to parts of its prompt in both directions": model.is_mm_prefix_lm,
+    }
+    return [
+        f"model {model.model!r} {reason}; serve it without --kv-eviction"
+        for reason, present in reasons.items()
+        if present
+    ]
+
+
+def window_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    """What stands against sliding windows beside full attention."""
+    if "sliding_attention" not in layer_types(vllm_config):
+        return []
+    problems = []
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        problems.append(
+            "sliding windows beside full attention need vLLM's hybrid KV cache manager; leave "
+            "--disable-hybrid-kv-cache-manager out"
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        problems.append("sliding windows and pipeline parallelism together are not supported")
+    if eviction.check_integrity:
+        problems.append("check_integrity does not know sliding windows; leave it out")
+    return problems
+
+
+def refuse_mixed_groups(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> None:
+    """Checks that the loaded layers are what eviction plans and counts with.
+
+    One block manager, and it is ours, must plan for all layers that drop entries: vLLM gives layers
+    of different shapes a manager of its own, which would free nothing and hash blocks that the
+    workers overwrite. Layers with a sliding window may have groups beside, where the model's config
+    says so: what the windows exclude was checked there.
+
+    Args:
+        kv_cache_config: How vLLM grouped the layers.
+        vllm_config: vLLM's configuration.
+
+    Raises:
+        ConfigError: If full-attention layers are in several groups, a group is not ours, or config
+            and layers disagree on sliding windows.
+    """
+    block_size = vllm_config.cache_config.block_size
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    full = [spec for spec in specs if isinstance(spec, HeadwiseSpec)]
+    are_known = all(isinstance(spec, HeadwiseSpec | WindowSpec) for spec in specs)
+    if len(full) != 1 or not are_known or any(spec.block_size != block_size for spec in specs):
+        made = ", ".join(f"{type(spec).__name__} of {spec.block_size} tokens" for spec in specs)
+        raise ConfigError(
+            f"kv_eviction needs full-attention layers of one shape in one KV cache group with "
+            f"blocks of {block_size} tokens, but vLLM made {made}; serve this model without "
+            "--kv-eviction"
+        )
+    has_windows = any(isinstance(spec, WindowSpec) for spec in specs)
+    if has_windows != ("sliding_attention" in layer_types(vllm_config)):
+        raise ConfigError(
+            f"the config of model {vllm_config.model_config.model!r} (layer_types) and its loaded "
+            "layers disagree on which of them have a sliding window; serve it without --kv-eviction"
+        )
