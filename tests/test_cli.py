@@ -41,6 +41,16 @@ def test_methods_lists_the_registry() -> None:
         assert method.limits in result.stdout
 
 
+def test_methods_are_readable_in_a_narrow_terminal_and_in_a_file() -> None:
+    result = run("methods", COLUMNS="80")
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "…" not in result.stdout
+    words = " ".join(result.stdout.split())
+    for name, method in METHODS.items():
+        facts = f"{name} retains {method.summary} cost per layer {method.cost} limits"
+        assert f"{facts} {method.limits} published in {method.paper}" in words
+
+
 def test_tiny_model_prints_the_folder_and_nothing_else() -> None:
     folder = tiny_model()
     result = run("tiny-model")
@@ -73,6 +83,27 @@ def test_plan_that_frees_nothing_says_so() -> None:
     result = run("plan", "--prompt-len", "100")
     assert rows(result)["blocks freed"] == "0 of 4"
     assert "runs as in stock vLLM" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("budget", "reason"),
+    [
+        ("10", "budget = 10 retains 10 entries of 1000 tokens; at least 64 are needed"),
+        ("63", "budget = 63 retains 63 entries of 1000 tokens; at least 64 are needed"),
+        ("0.05", "budget = 0.05 retains 50 entries of 1000 tokens; at least 64 are needed"),
+    ],
+)
+def test_plan_refuses_the_budget_that_a_server_refuses(budget: str, reason: str) -> None:
+    result = run("plan", "--prompt-len", "1000", "--budget", budget)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {reason}, the window of 32 and one block of 32")
+    assert ("--max-model-len" in result.stderr) == (budget == "0.05")
+
+
+def test_plan_takes_a_fraction_that_is_enough_of_the_longest_prompt() -> None:
+    command = ("plan", "--prompt-len", "1000", "--budget", "0.05", "--max-model-len", "8192")
+    assert rows(run(*command))["blocks freed"] == "29 of 32"
+    assert run("plan", "--prompt-len", "40", "--budget", "64", "--method", "none").exit_code == 0
 
 
 @pytest.mark.parametrize(

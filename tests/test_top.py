@@ -1,9 +1,12 @@
+import io
+import re
+
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_kvselect.cli import app
-from vllm_kvselect.top import Snapshot, TopError, render
+from vllm_kvselect.top import Snapshot, TopError, render, watch
 
 METRICS = """\
 vllm:cache_config_info{engine="0",num_gpu_blocks="101",block_size="32"} 1.0
@@ -25,16 +28,19 @@ vllm:kv_eviction_selection_seconds_sum{engine="0",model_name="m"} 1.5
 """
 
 
+URL = "http://localhost:8000"
+
+
 def draw(snapshot: Snapshot) -> str:
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(render(snapshot))
+        console.print(render(snapshot, URL))
     return capture.get()
 
 
 def test_engines_are_summed() -> None:
     snapshot = Snapshot.parse(METRICS + EVICTION)
-    assert snapshot == Snapshot(150, 50, 320, 4, 7, 12, 480, 2**20, 2, 1.5, evicts=True)
+    assert snapshot == Snapshot(150, 50, 320, 4, 7, 12, 480, 2**20, 2, 1.5, evicts=True, model="m")
     assert snapshot.num_needed == 370
 
 
@@ -51,6 +57,25 @@ def test_a_frame_compares_with_the_full_cache() -> None:
         assert line.rstrip().endswith(f" {share} % of the pool")
     assert "4 running, 7 waiting; 12 evicted, 2 refused" in frame
     assert "480 blocks freed (1.0 MiB), 1.50 s spent selecting" in frame
+
+
+def test_a_frame_says_what_it_shows() -> None:
+    assert draw(Snapshot.parse(METRICS)).splitlines()[0] == f"vllm-kvselect top   m at {URL}"
+
+
+def test_watching_says_how_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots = iter([Snapshot.parse(METRICS), Snapshot.parse(METRICS + EVICTION)])
+    monkeypatch.setattr(Snapshot, "fetch", lambda _: next(snapshots))
+    file = io.StringIO()
+    console = Console(width=120, file=file, force_terminal=True)
+    with pytest.raises(StopIteration):
+        watch(URL, 0.1, console)
+    frames = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+    first, _, later = frames.partition("Ctrl+C leaves.")
+    assert "runs without --kv-eviction" in first
+    assert first.endswith("Every 0.1 s; ")
+    assert "480 blocks freed" in later
+    assert "Ctrl+C leaves." in later
 
 
 def test_a_stock_server_is_shown_as_one() -> None:

@@ -15,7 +15,7 @@ from vllm_kvselect import __version__
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.evaluation.command import analyze, parse_number
 from vllm_kvselect.evaluation.errors import EvaluationError
-from vllm_kvselect.retention import Role, cuts
+from vllm_kvselect.retention import Role, budget_problem, cuts
 from vllm_kvselect.tiny_model import TinyModelError, tiny_model
 from vllm_kvselect.top import Snapshot, TopError, render, watch
 
@@ -70,11 +70,16 @@ def methods_command() -> None:
     # Here, because the methods need torch, and the other commands answer without it.
     from vllm_kvselect.methods.registry import METHODS
 
-    table = Table("method", "retains", "cost per layer", "limits", "published in", show_lines=True)
-    table.columns[0].no_wrap = True
+    console = Console()
     for name, method in METHODS.items():
-        table.add_row(name, method.summary, method.cost, method.limits, method.paper)
-    Console().print(table)
+        facts = Table.grid(padding=(0, 2, 0, 0))
+        facts.add_column(min_width=len("  cost per layer"))
+        facts.add_row("  retains", method.summary)
+        facts.add_row("  cost per layer", method.cost)
+        facts.add_row("  limits", method.limits)
+        facts.add_row("  published in", method.paper)
+        console.print(f"[bold]{name}")
+        console.print(facts, "")
 
 
 @app.command("top")
@@ -86,7 +91,7 @@ def top_command(
     """Watch a running server: blocks used and saved, requests running and waiting."""
     console = Console()
     if once:
-        console.print(render(Snapshot.fetch(url)))
+        console.print(render(Snapshot.fetch(url), url))
         return
     with suppress(KeyboardInterrupt):
         watch(url, interval, console)
@@ -106,11 +111,23 @@ def plan_command(
     method: Annotated[
         str | None, typer.Option(help="See `vllm-kvselect methods`; `none` is stock.")
     ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="The server's longest prompt, of which a budget must be enough.",
+            show_default="the prompt's length",
+        ),
+    ] = None,
 ) -> None:
-    """Show what is retained of a prompt and how many blocks that frees."""
+    """Show what is retained of a prompt and how many blocks that frees.
+
+    What a server would refuse is refused here too.
+    """
     number = None if budget is None else parse_number(budget)
     given = {"budget": number, "window": window, "method": method}
     config = EvictionConfig.parse({key: val for key, val in given.items() if val is not None})
+    _refuse_small_budget(max_model_len or prompt_len, block_size, config)
     outcome = _outcome(prompt_len, block_size, config)
     table = Table(show_header=False, box=None)
     table.add_row("method", config.method)
@@ -122,6 +139,15 @@ def plan_command(
     console.print(table)
     if not outcome.freed:
         console.print("Nothing is freed: the request runs as in stock vLLM.")
+
+
+def _refuse_small_budget(max_model_len: int, block_size: int, config: EvictionConfig) -> None:
+    problem = budget_problem(max_model_len, block_size, config) if config.enabled else None
+    if problem is None:
+        return
+    if isinstance(config.budget, float):
+        problem += "; if the server takes longer prompts, say so with --max-model-len"
+    raise ConfigError(problem)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import urllib.request
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -36,6 +37,7 @@ class Snapshot:
         num_refused: Requests refused for their eviction settings since the start.
         selection_seconds: Time spent selecting and packing since the start.
         evicts: Whether the server has the metrics of eviction at all.
+        model: Name of the model that is served.
     """
 
     num_blocks: int
@@ -49,6 +51,7 @@ class Snapshot:
     num_refused: int
     selection_seconds: float
     evicts: bool
+    model: str
 
     @property
     def num_needed(self) -> int:
@@ -99,6 +102,7 @@ class Snapshot:
             num_refused=int(total("kv_eviction_refusals_total")),
             selection_seconds=total("kv_eviction_selection_seconds_sum"),
             evicts=any(sample.name.startswith("vllm:kv_eviction_") for sample in samples),
+            model=", ".join(sorted(_labels(samples, "model_name"))),
         )
 
     @classmethod
@@ -125,11 +129,18 @@ class Snapshot:
         return cls.parse(text)
 
 
-def render(snapshot: Snapshot) -> RenderableType:
+def _labels(samples: list[Sample], name: str) -> set[str]:
+    """Values that a label has in vLLM's metrics."""
+    ours = (sample.labels for sample in samples if sample.name.startswith("vllm:"))
+    return {labels[name] for labels in ours if name in labels}
+
+
+def render(snapshot: Snapshot, url: str) -> RenderableType:
     """Draws a snapshot.
 
     Args:
         snapshot: What to draw.
+        url: The server's address.
 
     Returns:
         Something that rich prints.
@@ -157,7 +168,8 @@ def render(snapshot: Snapshot) -> RenderableType:
     lines = [requests, freed]
     if not snapshot.evicts:
         lines = [requests.split(";")[0], "This server runs without --kv-eviction."]
-    return Group(blocks, *lines)
+    title = Text.assemble(("vllm-kvselect top", "bold"), f"   {snapshot.model} at {url}")
+    return Group(title, "", blocks, *lines)
 
 
 def watch(url: str, interval: float, console: Console) -> None:
@@ -171,7 +183,11 @@ def watch(url: str, interval: float, console: Console) -> None:
     Raises:
         TopError: If the server does not answer, or stops to.
     """
-    with Live(render(Snapshot.fetch(url)), console=console, auto_refresh=False) as live:
+
+    def frame() -> RenderableType:
+        return Group(render(Snapshot.fetch(url), url), "", f"Every {interval:g} s; Ctrl+C leaves.")
+
+    with Live(frame(), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(interval)
-            live.update(render(Snapshot.fetch(url)), refresh=True)
+            live.update(frame(), refresh=True)

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 import vllm
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -17,17 +18,22 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.hashing import sha256
 from vllm.v1 import cudagraph_dispatcher
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import input_processor
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.metrics import loggers
+from vllm.v1.request import Request
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from vllm_kvselect.config import ConfigError
+from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine import arguments, hooks, metrics, requests
-from vllm_kvselect.engine.block_manager import HeadwiseManager
+from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.retention import cuts
 from vllm_kvselect.tiny_model import tiny_model
 
 PATCHES = Path(__file__).parents[2] / "patches"
@@ -95,48 +101,49 @@ def test_argument_hook_does_what_its_patch_does(command: list[str], load_patched
     assert engine_config(patched, command) == hooked
 
 
-class FakeCoordinator:
-    """A cache in which every block of every prompt is hit, and one manager of ours."""
+EVICTION = EvictionConfig(method="adakv", budget=128, allow_override=("method",))
 
-    def __init__(self, manager: HeadwiseManager) -> None:
-        self.single_type_managers = (manager,)
 
-    def find_longest_cache_hit(self, hashes: list[str], max_tokens: int) -> Any:
-        blocks = hashes[: max_tokens // 32]
-        return ([*blocks],), len(blocks) * 32, 0
+def filled_cache(manager_class: Any, tokens: list[int]) -> Any:
+    """A cache of our block manager in which every full block of these tokens is found."""
+    init_none_hash(sha256)
+    shape: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    spec = HeadwiseSpec(block_size=32, eviction=EVICTION, **shape)
+    config = KVCacheConfig(100, [], [KVCacheGroupSpec(["layer"], spec)])
+    kv = manager_class(config, 4096, 32, 32, enable_caching=True)
+    donor = request("donor", tokens, kv_eviction="none")
+    kv.allocate_slots(donor, len(tokens), 0, kv.get_computed_blocks(donor)[0])
+    return kv
+
+
+def request(name: str, prompt: list[int], **extra_args: Any) -> Request:
+    params = SamplingParams(extra_args=extra_args or None)
+    hasher = get_request_block_hasher(32, sha256)
+    return Request(name, prompt, params, None, block_hasher=hasher)
 
 
 def test_cache_hit_hook_does_what_its_patch_does(load_patched: Any) -> None:
     patched = load_patched("0002", "v1/core/kv_cache_manager.py")
-    for num_prompt_tokens in [*range(1, 700, 13), 320, 352, 1024]:
+    num_capped = 0
+    for num_prompt_tokens in [*range(1, 700, 41), 320, 352, 1024]:
         for num_generated in (0, 1, 200):
-            manager = object.__new__(HeadwiseManager)
-            manager.block_size = 32
-            manager.eviction = arguments.EvictionConfig(method="adakv", budget=128)
-            manager._planned = {}
-            num_tokens = num_prompt_tokens + num_generated
-            request = SimpleNamespace(
-                request_id="a",
-                sampling_params=None,
-                num_tokens=num_tokens,
-                num_prompt_tokens=num_prompt_tokens,
-                block_hashes=[f"block {i}" for i in range(num_tokens // 32)],
-                skip_reading_prefix_cache=False,
-            )
-            results = []
+            tokens = list(range(num_prompt_tokens + num_generated))
+            resumed = request("resumed", tokens[:num_prompt_tokens])
+            resumed.append_output_token_ids(tokens[num_prompt_tokens:])
+            hits = []
             for manager_class in (KVCacheManager, patched.KVCacheManager):
-                kv_cache_manager = object.__new__(manager_class)
-                kv_cache_manager.coordinator = FakeCoordinator(manager)
-                kv_cache_manager.enable_caching = True
-                kv_cache_manager.enable_kv_cache_events = False
-                group = SimpleNamespace(kv_cache_spec=SimpleNamespace(prefix_cacheable=True))
-                kv_cache_manager.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
-                kv_cache_manager.empty_kv_cache_blocks = None
-                blocks, num_hit, boundary = kv_cache_manager.get_computed_blocks(request)
-                results.append((blocks and blocks.blocks, num_hit, boundary, manager._planned))
-                manager._planned = {}
-            assert results[0] == results[1]
-            assert results[0][1] <= manager.admit(request)
+                kv = filled_cache(manager_class, tokens)
+                blocks, num_hit, boundary = kv.get_computed_blocks(resumed)
+                hits.append((blocks.get_block_ids(), num_hit, boundary))
+            # At least one token is left to compute.
+            stock = (len(tokens) - 1) // 32 * 32
+            planned = cuts(num_prompt_tokens, 32, EVICTION)
+            cap = planned.first_private * 32 if planned else stock
+            num_capped += cap < stock
+            assert hits[0] == hits[1]
+            assert hits[0][1] == min(cap, stock)
+            assert len(hits[0][0][0]) == hits[0][1] // 32
+    assert num_capped > 10
 
 
 def test_both_see_requests_that_do_not_read_the_prefix_cache(load_patched: Any) -> None:
