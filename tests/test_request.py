@@ -1,3 +1,4 @@
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -6,10 +7,14 @@ from hypothesis import strategies as st
 
 from vllm_kvselect.config import METHOD_NAMES, OVERRIDE_NAMES, ConfigError, EvictionConfig
 from vllm_kvselect.request import (
+    MAX_KEYS,
     REFUSAL_REASONS,
     REQUEST_KEYS,
     RequestError,
+    Sampling,
     planned_config,
+    refuse_beam_settings,
+    refuse_stray_fields,
     request_config,
 )
 
@@ -36,6 +41,10 @@ anything = st.dictionaries(
 )
 
 
+def sampling(extra_args: dict[str, Any] | None, max_tokens: int | None = None) -> Sampling:
+    return SimpleNamespace(extra_args=extra_args, max_tokens=max_tokens)
+
+
 def is_change(server: EvictionConfig, field: str, value: Any) -> bool:
     """1 and 1.0 are different budgets."""
     return repr(getattr(server, field)) != repr(value)
@@ -57,11 +66,11 @@ def test_the_request_changes_what_it_names_and_nothing_else(
             request_config(server, other | own)
         assert caught.value.reason == "not_allowed"
         assert REQUEST_KEYS[caught.value.key] in refused
-        assert planned_config(server, other | own).method == "none"
+        assert planned_config(server, sampling(other | own)).method == "none"
         return
     config = request_config(server, other | own)
     assert repr(config) == repr(EvictionConfig.parse(server.model_dump() | changes))
-    assert repr(planned_config(server, other | own)) == repr(config)
+    assert repr(planned_config(server, sampling(other | own))) == repr(config)
 
 
 @many
@@ -75,7 +84,7 @@ def test_whatever_is_sent_is_honoured_or_refused_with_a_reason(
         config = request_config(server, extra_args)
     except RequestError as error:
         refusal = error
-    assert planned_config(server, extra_args) == config
+    assert planned_config(server, sampling(extra_args)) == config
     if refusal is not None:
         assert refusal.key in extra_args
         assert refusal.key in str(refusal)
@@ -113,7 +122,13 @@ def test_one_entry_and_the_whole_prompt_are_different_budgets() -> None:
         ({"kv_eviction_budget": True}, "invalid_value", "kv_eviction_budget = True"),
         ({"kv_eviction_budget": [1]}, "invalid_value", "kv_eviction_budget = "),
         ({"kv_eviction_window": 8}, "unknown_key", "accepted keys: kv_eviction, kv_eviction_bud"),
-        ({"kv_eviction_budgets": 8}, "unknown_key", "unknown key 'kv_eviction_budgets'"),
+        ({"kv_eviction_budgets": 8}, "unknown_key", "did you mean 'kv_eviction_budget'?"),
+        ({"kv_evict": "none"}, "unknown_key", "did you mean 'kv_eviction'?"),
+        ({"kveviction": "none"}, "unknown_key", "unknown key 'kveviction'"),
+        ({"kv-eviction": "none"}, "unknown_key", "did you mean 'kv_eviction'?"),
+        ({"kv_eivction": "none"}, "unknown_key", "did you mean 'kv_eviction'?"),
+        ({"kvEvictionBudget": 64}, "unknown_key", "did you mean 'kv_eviction_budget'?"),
+        ({"eviction_budget": 64}, "unknown_key", "did you mean 'kv_eviction_budget'?"),
     ],
 )
 def test_refusals_name_the_key_as_the_client_wrote_it(
@@ -131,3 +146,68 @@ def test_a_change_that_is_not_allowed_says_what_would_allow_it() -> None:
     with pytest.raises(RequestError, match="--kv-eviction-allow-override method") as caught:
         request_config(SERVER, {"kv_eviction": "none"})
     assert "keeps 'adakv-perturb'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["kv_transfer_params", "kv_connector", "kv_selection", "method", "x", "", "kv_" * 10**6]
+)
+def test_other_peoples_keys_are_theirs(key: str) -> None:
+    assert request_config(SERVER, {key: 1}) is SERVER
+    refuse_stray_fields({key: 1})
+
+
+def test_more_keys_than_anybody_sends_are_refused_before_they_are_looked_at() -> None:
+    class Keys(dict[str, int]):
+        def items(self) -> Any:
+            raise AssertionError("looked at")
+
+    enough = {f"key {i}": 0 for i in range(MAX_KEYS)}
+    assert request_config(SERVER, enough) is SERVER
+    many_keys = Keys(enough | {"one more": 0})
+    with pytest.raises(RequestError, match="65 keys of vllm_xargs are too many") as caught:
+        request_config(SERVER, many_keys)
+    assert (caught.value.key, caught.value.reason) == ("", "too_many_keys")
+    assert planned_config(SERVER, sampling(many_keys)).method == "none"
+    with pytest.raises(RequestError, match="65 unknown fields are too many"):
+        refuse_stray_fields(many_keys)
+
+
+@pytest.mark.parametrize("field", ["kv_eviction", "kv_eviction_budget", "kv_evict", "kvEviction"])
+def test_settings_beside_vllm_xargs_are_refused_with_where_they_belong(field: str) -> None:
+    with pytest.raises(RequestError, match=r'send it as \{"vllm_xargs": \{"kv_eviction') as caught:
+        refuse_stray_fields(["other", field])
+    assert (caught.value.key, caught.value.reason) == (field, "unknown_key")
+
+
+@many
+@given(servers, asked)
+def test_only_a_request_for_one_token_drops_nothing_for_that(
+    server: EvictionConfig, own: dict[str, Any]
+) -> None:
+    assert planned_config(server, sampling(own, 1)).method == "none"
+    for max_tokens in (2, None):
+        assert planned_config(server, sampling(own, max_tokens)) == planned_config(
+            server, sampling(own)
+        )
+
+
+@pytest.mark.parametrize("own", [{"kv_eviction": "snapkv"}, {"kv_eviction_budget": 64}])
+def test_a_beam_search_that_asks_for_eviction_is_refused(own: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"no effect with use_beam_search.*full cache") as caught:
+        refuse_beam_settings(OPEN, own)
+    assert caught.value.key in own
+    assert caught.value.reason == "unsupported"
+
+
+@pytest.mark.parametrize(
+    "own", [None, {}, {"session_id": "a"}, {"kv_eviction": "none", "kv_eviction_budget": 64}]
+)
+def test_a_beam_search_that_asks_for_none_is_served(own: dict[str, Any] | None) -> None:
+    refuse_beam_settings(OPEN, own)
+
+
+def test_settings_of_a_beam_search_are_checked_like_any_others() -> None:
+    with pytest.raises(RequestError, match="'zz' is not accepted"):
+        refuse_beam_settings(OPEN, {"kv_eviction": "zz"})
+    with pytest.raises(RequestError, match="not allowed"):
+        refuse_beam_settings(SERVER, {"kv_eviction": "none"})

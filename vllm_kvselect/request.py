@@ -4,27 +4,53 @@ A client sends `vllm_xargs`, which vLLM hands on as `SamplingParams.extra_args`.
 refuses what is not accepted; the scheduler and the workers then compute the same configuration.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
 
 REQUEST_KEYS = {"kv_eviction": "method", "kv_eviction_budget": "budget"}
 """Keys of `vllm_xargs`, and the field of `EvictionConfig` that each one changes."""
 
-_PREFIX = "kv_eviction"
+MAX_KEYS = 64
+"""Keys that a request may send, other people's included, and unknown fields of its body.
 
-RefusalReason = Literal["unknown_key", "invalid_value", "not_allowed", "unsupported"]
+Each is compared with ours, in the front end and in every engine process. What is known to use
+`vllm_xargs` takes a handful; 64 leave room and cost about a millisecond.
+"""
+
+_SIMILARITY = 0.8
+"""`difflib`'s ratio from which on a key is taken for one of ours.
+
+Two wrong letters in `kv_eviction` give 0.82. Names that vLLM and others use give less than 0.7:
+`kv_transfer_params`, `kv_connector`, `session_id`.
+"""
+
+_LONGEST_LOOKED_AT = 40
+"""Letters of a key that are compared: longer ones are too unlike ours anyway."""
+
+RefusalReason = Literal[
+    "unknown_key", "invalid_value", "not_allowed", "unsupported", "too_many_keys"
+]
 REFUSAL_REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 """Why a request is refused: few and fixed, because they label a metric."""
+
+
+class Sampling(Protocol):
+    """What is read of vLLM's `SamplingParams`."""
+
+    extra_args: dict[str, Any] | None
+    max_tokens: int | None
 
 
 class RequestError(ConfigError):
     """A request that cannot be honoured.
 
     Attributes:
-        key: The key of `vllm_xargs` at fault.
+        key: The key of `vllm_xargs` at fault; empty if it is none of them alone.
         reason: The kind of fault.
     """
 
@@ -48,35 +74,116 @@ def request_config(server: EvictionConfig, extra_args: Mapping[str, Any] | None)
             allow the change.
     """
     changes = {}
+    _refuse_too_many(extra_args or (), "keys of vllm_xargs")
     for key, value in (extra_args or {}).items():
-        if not key.startswith(_PREFIX):
-            continue
-        if key not in REQUEST_KEYS:
+        if key in REQUEST_KEYS:
+            changes[REQUEST_KEYS[key]] = _checked(server, key, value)
+        elif meant := _meant(key):
             accepted = ", ".join(REQUEST_KEYS)
             raise RequestError(
-                f"unknown key {key!r}; accepted keys: {accepted}", key, "unknown_key"
+                f"unknown key {key!r}, did you mean {meant!r}? accepted keys: {accepted}",
+                key,
+                "unknown_key",
             )
-        changes[REQUEST_KEYS[key]] = _checked(server, key, value)
     return _changed(server, **changes) if changes else server
 
 
-def planned_config(server: EvictionConfig, extra_args: Mapping[str, Any] | None) -> EvictionConfig:
+def refuse_stray_fields(fields: Collection[str]) -> None:
+    """Refuses settings beside `vllm_xargs`, where nobody would read them.
+
+    Args:
+        fields: Names of a request's fields that vLLM does not know.
+
+    Raises:
+        RequestError: If one of them is a key of ours, or nearly one.
+    """
+    _refuse_too_many(fields, "unknown fields")
+    for field in fields:
+        if meant := _meant(field):
+            raise RequestError(
+                f"field {field!r} has no effect here; send it as "
+                f'{{"vllm_xargs": {{"{meant}": ...}}}}',
+                field,
+                "unknown_key",
+            )
+
+
+def refuse_beam_settings(server: EvictionConfig, extra_args: Mapping[str, Any] | None) -> None:
+    """Refuses a beam search that asks for eviction.
+
+    vLLM runs each step of each beam as a request of its own, whose prompt ends at that beam and
+    which ends with its first token: nothing is ever dropped.
+
+    Args:
+        server: The server's configuration.
+        extra_args: As in `request_config`.
+
+    Raises:
+        RequestError: If a setting is not accepted or asks for entries to be dropped.
+    """
+    if not request_config(server, extra_args).enabled:
+        return
+    for key in REQUEST_KEYS:
+        if key in (extra_args or {}):
+            raise RequestError(
+                f"{key} has no effect with use_beam_search, which keeps the full cache; leave one "
+                "of them out",
+                key,
+                "unsupported",
+            )
+
+
+def planned_config(server: EvictionConfig, params: Sampling | None) -> EvictionConfig:
     """Configuration that scheduler and workers plan a request with.
+
+    A request for one token drops nothing: that token comes from the full cache, and with it the
+    request gives all of its blocks back. So do the steps of a beam search, which are such requests.
 
     The front end has refused what `request_config` does not accept. Should such a request still
     come, by a way that we do not know, it drops nothing: it must not stop everybody's engine.
 
     Args:
         server: The server's configuration.
-        extra_args: `SamplingParams.extra_args`.
+        params: The request's sampling parameters.
 
     Returns:
-        As `request_config`, with the method `none` where that raises.
+        As `request_config`, with the method `none` where that raises and where one token is asked
+        for.
     """
+    if params is None:
+        return server
+    if params.max_tokens == 1:
+        return _changed(server, method="none")
     try:
-        return request_config(server, extra_args)
+        return request_config(server, params.extra_args)
     except RequestError:
         return _changed(server, method="none")
+
+
+def in_the_requests_words(message: str) -> str:
+    """A message about a configuration, with the keys of a request in place of the fields."""
+    for key, field in REQUEST_KEYS.items():
+        message = message.replace(f"{field} = ", f"{key} = ")
+    return message
+
+
+def _refuse_too_many(names: Collection[str], what: str) -> None:
+    if len(names) > MAX_KEYS:
+        raise RequestError(
+            f"{len(names)} {what} are too many; a server with --kv-eviction accepts {MAX_KEYS}",
+            "",
+            "too_many_keys",
+        )
+
+
+def _meant(key: str) -> str | None:
+    """The key of ours that another one was probably meant to be, or None.
+
+    A prefix alone would not do: `kv_` is that of vLLM's own `kv_transfer_params`, too.
+    """
+    key = re.sub(r"[^a-z0-9]+", "_", str(key)[:_LONGEST_LOOKED_AT].lower())
+    cutoff = 0.0 if key.replace("_", "").startswith("kvevict") else _SIMILARITY
+    return next(iter(get_close_matches(key, REQUEST_KEYS, 1, cutoff)), None)
 
 
 def _checked(server: EvictionConfig, key: str, value: Any) -> Any:
@@ -85,9 +192,7 @@ def _checked(server: EvictionConfig, key: str, value: Any) -> Any:
     try:
         EvictionConfig.parse({field: value})
     except ConfigError as error:
-        # The message names the field; the client knows it by its key.
-        message = str(error).replace(f"{field} = ", f"{key} = ")
-        raise RequestError(message, key, "invalid_value") from None
+        raise RequestError(in_the_requests_words(str(error)), key, "invalid_value") from None
     default = getattr(server, field)
     # An int and the float that equals it are different budgets: 1 entry, and all of the prompt.
     same = type(value) is type(default) and value == default

@@ -108,10 +108,13 @@ def make_scheduler(settings: Settings, scheduler_class: type[Scheduler]) -> Sche
     return scheduler_class(config, kv_cache, structured_output_manager(), settings.block_size)
 
 
-def own_eviction(server: EvictionConfig, extra_args: Mapping[str, Any]) -> EvictionConfig:
+def own_eviction(
+    server: EvictionConfig, extra_args: Mapping[str, Any], max_tokens: int
+) -> EvictionConfig:
     """What a request must be served with: what it asks for, where the server lets it choose.
 
-    The front end refuses it elsewhere. Should it come all the same, nothing of it is dropped.
+    The front end refuses it elsewhere. Should it come all the same, nothing of it is dropped; nor
+    is anything of a prompt that only one token follows.
     """
     fields = {"kv_eviction": "method", "kv_eviction_budget": "budget"}
     changes = {fields[key]: value for key, value in extra_args.items()}
@@ -119,6 +122,8 @@ def own_eviction(server: EvictionConfig, extra_args: Mapping[str, Any]) -> Evict
         name not in server.allow_override and value != getattr(server, name)
         for name, value in changes.items()
     ):
+        changes = {"method": "none"}
+    if max_tokens == 1:
         changes = {"method": "none"}
     return server.model_copy(update=changes)
 
@@ -188,7 +193,7 @@ class Server:
         priority: int = 0,
         extra_args: dict[str, Any] | None = None,
     ) -> str:
-        eviction = own_eviction(self.settings.eviction, extra_args or {})
+        eviction = own_eviction(self.settings.eviction, extra_args or {}, max_tokens)
         expected = Expected(len(self.all) + 1, prompt, max_tokens, eviction)
         request_id = f"r{expected.number}"
         self.all[request_id] = self.unfinished[request_id] = expected
@@ -351,7 +356,8 @@ class Server:
         (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         if pool.get_num_free_blocks() != self.settings.num_blocks - 1:
             raise LostError(f"{pool.get_num_free_blocks()} of {self.settings.num_blocks} free")
-        if any(manager.req_to_blocks.values()) or manager.num_cached_block:
+        left = any(manager.req_to_blocks.values()), manager.num_cached_block, manager._planned
+        if any(left):
             raise LostError("finished requests leave entries behind")
         if not self.scheduler.reset_prefix_cache():
             raise LostError("the prefix cache cannot be reset when nobody runs")

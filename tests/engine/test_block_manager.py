@@ -37,9 +37,11 @@ class Cache:
         )
         (self.manager,) = self.kv.coordinator.single_type_managers
 
-    def request(self, name: str, prompt: list[int], **extra_args: Any) -> Request:
+    def request(
+        self, name: str, prompt: list[int], max_tokens: int = 99, **extra_args: Any
+    ) -> Request:
         hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-        params = SamplingParams(max_tokens=99, extra_args=extra_args or None)
+        params = SamplingParams(max_tokens=max_tokens, extra_args=extra_args or None)
         return Request(name, prompt, params, None, block_hasher=hasher)
 
     def schedule(self, request: Request, num_tokens: int) -> int:
@@ -220,8 +222,8 @@ def test_every_request_is_planned_with_its_own_settings() -> None:
 def test_a_request_is_planned_once_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, planned = Cache(), list[Any]()
 
-    def count(server: EvictionConfig, extra_args: Any) -> EvictionConfig:
-        planned.append(extra_args)
+    def count(server: EvictionConfig, params: SamplingParams) -> EvictionConfig:
+        planned.append(params.extra_args)
         return server
 
     monkeypatch.setattr(block_manager, "planned_config", count)
@@ -276,3 +278,15 @@ def test_settings_that_the_front_end_refuses_drop_nothing_here() -> None:
     cache.schedule(request, 300)
     cache.decode(request, 20)
     assert 0 not in cache.table(request)
+
+
+def test_a_request_for_one_token_drops_nothing_and_leaves_its_whole_prompt_in_the_cache() -> None:
+    cache = Cache()
+    first = cache.request("a", list(range(300)), max_tokens=1)
+    assert cache.schedule(first, 300) == 0
+    cache.decode(first, 1)
+    assert 0 not in cache.table(first)
+    cache.kv.free(first)
+    # A step of a beam search: the prompt of the step before and one token more.
+    step = cache.request("b", [*range(300), 7], max_tokens=1)
+    assert cache.schedule(step, 301) == 288

@@ -28,7 +28,6 @@ from vllm_kvselect.engine.step.request import LiveRequests, Request
 from vllm_kvselect.engine.step.rows import Rows
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch
 from vllm_kvselect.engine.step.split import Observation, Split, Splitter
-from vllm_kvselect.request import request_config
 from vllm_kvselect.retention import cuts
 
 NUM_STEPS = 10_000
@@ -233,9 +232,11 @@ def plan_pages_with_the_servers_settings(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_every_request_choose(patch: pytest.MonkeyPatch) -> None:
-    def planned_config(server: EvictionConfig, extra_args: Any) -> EvictionConfig:
+    planned_by_all = block_manager.planned_config
+
+    def planned_config(server: EvictionConfig, params: Any) -> EvictionConfig:
         open_server = server.model_copy(update={"allow_override": OVERRIDE_NAMES})
-        chosen = request_config(open_server, extra_args)
+        chosen = planned_by_all(open_server, params)
         return chosen.model_copy(update={"allow_override": server.allow_override})
 
     patch.setattr(block_manager, "planned_config", planned_config)

@@ -71,8 +71,7 @@ class PlannedManager(SingleTypeKVCacheManager):
 
     def _eviction_of(self, request: Request) -> EvictionConfig:
         """The request's own configuration."""
-        params = request.sampling_params
-        return planned_config(self.eviction, params.extra_args if params else None)
+        return planned_config(self.eviction, request.sampling_params)
 
     def _num_hashable(self, request_cuts: Cuts) -> int:
         """Tokens of a request with cuts whose blocks may be hashed."""

@@ -154,7 +154,6 @@ class LiveRequests:
         return sum(request.num_saved_blocks for request in self)
 
     def _planned(self, new: NewRequestData) -> Request:
-        params = new.sampling_params
-        eviction = planned_config(self._eviction, params.extra_args if params else None)
+        eviction = planned_config(self._eviction, new.sampling_params)
         num_tokens = length_from_prompt_token_ids_or_embeds(new.prompt_token_ids, new.prompt_embeds)
         return Request.planned(num_tokens, self._block_size, eviction)
