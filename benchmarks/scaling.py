@@ -10,7 +10,6 @@ import ctypes
 import json
 import re
 import statistics
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,12 +135,10 @@ def measure(job: Job) -> Result:
     prefill, before, after = [], [], []
     for length in job["lengths"]:
         prompts, _ = plain_prompts(tokenizer, job["num_prompts"] + 1, length)
-        _generate(llm, prompts[-1:], 2)  # what is done once for a length is done here
-        empty_prefix_cache(llm)
-        prefill.append(_generate(llm, prompts[:-1], 1))
+        _first_token_seconds(llm, prompts[-1:])  # what is done once for a length is done here
         empty_prefix_cache(llm)
         reset_eviction_stats(llm, job)
-        _generate(llm, prompts[:-1], 2)
+        prefill.append(_first_token_seconds(llm, prompts[:-1]))
         stats = eviction_stats(llm, {**job, "prompts": prompts[:-1]})
         after.append(stats["later_seconds"] / job["num_prompts"])
         before.append(stats["selection_seconds"] / job["num_prompts"] - after[-1])
@@ -150,17 +147,24 @@ def measure(job: Job) -> Result:
     return {"prefill_seconds": prefill, **parts, **describe(llm)}
 
 
-def _generate(llm: "LLM", prompts: list[list[int]], num_tokens: int) -> float:
-    """Mean seconds that prompts take, one after the other; to their first token if it is one."""
+def _first_token_seconds(llm: "LLM", prompts: list[list[int]]) -> float:
+    """Mean seconds that prompts take to their first token, one after the other.
+
+    Each asks for a second token, too: of a prompt that only one token follows nothing is dropped.
+    """
     from vllm import SamplingParams
 
-    params = SamplingParams(
-        temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
-    )
-    start = time.perf_counter()
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
+    before = _waited(llm)
     for prompt in prompts:
         llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    return (time.perf_counter() - start) / len(prompts)
+    return (_waited(llm) - before) / len(prompts)
+
+
+def _waited(llm: "LLM") -> float:
+    """Seconds that all requests so far waited for their first tokens."""
+    metrics = {each.name: each for each in llm.get_metrics()}
+    return metrics["vllm:time_to_first_token_seconds"].sum
 
 
 def _extra_memory(length: int, config: EvictionConfig) -> int:

@@ -179,7 +179,7 @@ def measure(job: Job) -> Result:
     steps, preemptions = (after - b for after, b in zip(_counts(llm), before, strict=True))
     # Preempted prompts are selected from again: this is the time of each prompt's first selection.
     first = len(job["prompts"]) / stats["num_evicted"] if stats["num_evicted"] else 0.0
-    prefill_seconds = _timed(llm, job, 1)
+    prefill_seconds = _timed(llm, job, 1)  # one token drops nothing: without selection
     return {
         "seconds": seconds,
         "prefill_seconds": prefill_seconds,

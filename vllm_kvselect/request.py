@@ -52,11 +52,14 @@ class RequestError(ConfigError):
     Attributes:
         key: The key of `vllm_xargs` at fault; empty if it is none of them alone.
         reason: The kind of fault.
+        is_field: Whether `key` is a field of the request itself.
     """
 
-    def __init__(self, message: str, key: str, reason: RefusalReason) -> None:
+    def __init__(
+        self, message: str, key: str, reason: RefusalReason, is_field: bool = False
+    ) -> None:
         super().__init__(message)
-        self.key, self.reason = key, reason
+        self.key, self.reason, self.is_field = key, reason, is_field
 
 
 def request_config(server: EvictionConfig, extra_args: Mapping[str, Any] | None) -> EvictionConfig:
@@ -97,7 +100,7 @@ def refuse_stray_fields(fields: Collection[str]) -> None:
     Raises:
         RequestError: If one of them is a key of ours, or nearly one.
     """
-    _refuse_too_many(fields, "unknown fields")
+    _refuse_too_many(fields, "unknown fields", is_field=True)
     for field in fields:
         if meant := _meant(field):
             raise RequestError(
@@ -105,6 +108,7 @@ def refuse_stray_fields(fields: Collection[str]) -> None:
                 f'{{"vllm_xargs": {{"{meant}": ...}}}}',
                 field,
                 "unknown_key",
+                is_field=True,
             )
 
 
@@ -167,12 +171,13 @@ def in_the_requests_words(message: str) -> str:
     return message
 
 
-def _refuse_too_many(names: Collection[str], what: str) -> None:
+def _refuse_too_many(names: Collection[str], what: str, is_field: bool = False) -> None:
     if len(names) > MAX_KEYS:
         raise RequestError(
             f"{len(names)} {what} are too many; a server with --kv-eviction accepts {MAX_KEYS}",
             "",
             "too_many_keys",
+            is_field,
         )
 
 

@@ -123,7 +123,7 @@ class BlockAccounting(RuleBasedStateMachine):
             request_config(server, extra_args)
         except RequestError:  # comes all the same, by a way that we do not know
             self.seen["settings refused"] += 1
-        eviction = own_eviction(server, extra_args)
+        eviction = own_eviction(server, extra_args, max_tokens)
         length = self.length(eviction.budget, border, blocks, beside)
         prompt = self.text(source, length, keep)
         for _ in range(samples):

@@ -64,6 +64,11 @@ def test_the_first_token_waits_for_scores_only(
     prompts = make_prompts([1000, 700])
     with start_engine(ANY_METHOD, 100) as engine:
         firsts = engine.generate_alone(prompts, 1)
+        assert engine.worker.kv_eviction_stats()["selection_seconds"] == 0  # nothing to drop for
+        assert engine.blocks_in_use() == 0
+        for prompt, first in zip(prompts, firsts, strict=True):
+            (ended,) = engine.outputs([prompt], 9, stop_token_ids=first.token_ids)
+            assert list(ended.token_ids) == first.token_ids
         stats = engine.worker.kv_eviction_stats()
         assert stats["selection_seconds"] > 0
         assert stats["later_seconds"] == stats["num_evicted"] == 0

@@ -1,5 +1,6 @@
 """Each hook does what its upstream diff would do, and knows what it replaces."""
 
+import asyncio
 import importlib.util
 import inspect
 import subprocess
@@ -15,6 +16,8 @@ import vllm
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.exceptions import VLLMClientError
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -24,6 +27,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import input_processor
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.metrics import loggers
@@ -175,9 +179,18 @@ def eviction_config() -> VllmConfig:
 def test_request_hook_does_what_its_patch_does(
     load_patched: Any, eviction_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    awaited = []
+
+    async def noted(*given: Any) -> None:
+        awaited.append(given)
+
     assert load_patched("0003", "v1/engine/input_processor.py").REQUEST_CHECKS == []
-    monkeypatch.setattr(input_processor, "REQUEST_CHECKS", [requests.check_request], raising=False)
+    checks = {"REQUEST_CHECKS": [requests.check_request], "ASYNC_REQUEST_CHECKS": [noted]}
+    for name, value in checks.items():
+        monkeypatch.setattr(input_processor, name, value, raising=False)
+    monkeypatch.setattr(requests, "check_projections", noted)
     patched_async = load_patched("0003", "v1/engine/async_llm.py")
+    assert load_patched("0003", "v1/engine/input_processor.py").ASYNC_REQUEST_CHECKS == []
     patched = load_patched("0003", "v1/engine/llm_engine.py")
     good, bad = SamplingParams(), SamplingParams(extra_args={"kv_eviction_budget": 0})
     prompt = {"prompt_token_ids": [1]}
@@ -186,6 +199,10 @@ def test_request_hook_does_what_its_patch_does(
         with pytest.raises(VLLMClientError, match="kv_eviction_budget = 0"):
             engine_class.generate(engine, prompt, bad, "a")  # before its first item
         assert inspect.isasyncgen(engine_class.generate(engine, prompt, good, request_id="a"))
+        engine.errored = True  # what vLLM looks at first
+        with pytest.raises(EngineDeadError):
+            asyncio.run(engine_class.add_request(engine, "a", prompt, params=good))
+        assert awaited.pop() == (engine, prompt, good)
     for engine_class in (LLMEngine, patched.LLMEngine):
         engine = Mock(vllm_config=eviction_config, logger_manager=None)
         with pytest.raises(VLLMClientError, match="kv_eviction_budget = 0"):
@@ -193,6 +210,39 @@ def test_request_hook_does_what_its_patch_does(
         engine.input_processor.process_inputs.assert_not_called()
         engine_class.add_request(engine, "a", prompt, params=good)
         engine.engine_core.add_request.assert_called_once()
+
+
+def test_body_hook_does_what_its_patch_does(load_patched: Any, eviction_config: VllmConfig) -> None:
+    patched = load_patched("0006", "entrypoints/serve/engine/serving.py")
+    patched.BODY_CHECKS.append(requests.check_body)
+    bodies = [
+        {"kv_eviction_budget": 64},
+        {"use_beam_search": True, "vllm_xargs": {"kv_eviction": "zz"}},
+        {"use_beam_search": True, "vllm_xargs": {"kv_eviction_budget": 256}},
+        {"use_beam_search": True},
+        {"some_field": 1, "vllm_xargs": {"session_id": "a"}},
+    ]
+    found = []
+    for serving_class in (BaseServing, patched.BaseServing):
+        for body in bodies:
+            serving = object.__new__(serving_class)
+            serving.request_logger, serving._is_model_supported = None, lambda _: True
+            request = CompletionRequest(prompt="a", **body)
+            # Without an engine (a server that renders prompts only) there is nothing to check.
+            assert asyncio.run(serving._check_model(request)) is None
+            serving.engine_client = Mock(vllm_config=eviction_config, logger_manager=None)
+            try:
+                found.append(asyncio.run(serving._check_model(request)))
+            except VLLMClientError as error:
+                found.append((str(error), error.parameter))
+    assert found[:5] == found[5:]
+    assert [answer and answer[1] for answer in found[:5]] == [
+        "kv_eviction_budget",
+        "vllm_xargs.kv_eviction",
+        "vllm_xargs.kv_eviction_budget",
+        None,
+        None,
+    ]
 
 
 def test_stat_logger_hook_does_what_its_patch_does(
@@ -308,7 +358,9 @@ def test_installing_twice_changes_nothing() -> None:
         (EngineArgs, "create_engine_config"),
         (KVCacheManager, "get_computed_blocks"),
         (AsyncLLM, "generate"),
+        (AsyncLLM, "add_request"),
         (LLMEngine, "add_request"),
+        (BaseServing, "_check_model"),
         (loggers.StatLoggerManager, "__init__"),
     )
     before = [getattr(owner, name) for owner, name in hooked]

@@ -1,4 +1,4 @@
-"""The five places where vLLM has no public extension point, one function each.
+"""The six places where vLLM has no public extension point, one function each.
 
 Each has a matching diff in `patches/` in the form it would be sent upstream. What a hook replaces
 is compared with the source it was written for; where it differs, eviction is refused.
@@ -13,6 +13,7 @@ from typing import Any
 import vllm
 from vllm.config import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator, UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -23,6 +24,8 @@ from vllm_kvselect.config import ConfigError
 
 KNOWN_SOURCES = {
     "AsyncLLM.generate": {"0.32.0": "5bd0ee90459b0e29", "0.33.0": "f8205b7b520cf747"},
+    "AsyncLLM.add_request": {"0.32.0": "ec36c4501b3260fe", "0.33.0": "ec36c4501b3260fe"},
+    "BaseServing._check_model": {"0.32.0": "5a2f4707ffb7f367", "0.33.0": "5a2f4707ffb7f367"},
     "LLMEngine.add_request": {"0.32.0": "155a97cc606d46ca", "0.33.0": "155a97cc606d46ca"},
     "StatLoggerManager.__init__": {"0.32.0": "6e75cf036af8369b", "0.33.0": "6e75cf036af8369b"},
     "EngineArgs.from_cli_args": {"0.32.0": "51a013f61829ac5c", "0.33.0": "51a013f61829ac5c"},
@@ -57,6 +60,7 @@ def install() -> None:
     if not unknown:
         hook_cache_hits()
         hook_requests()
+        hook_bodies()
         hook_stat_loggers()
 
 
@@ -64,7 +68,9 @@ def unknown_sources() -> list[str]:
     """Names of the functions whose source is not what the hooks were written for."""
     functions: list[Callable[..., Any]] = [
         AsyncLLM.generate,
+        AsyncLLM.add_request,
         LLMEngine.add_request,
+        BaseServing._check_model,
         StatLoggerManager.__init__,
         EngineArgs.from_cli_args,
         KVCacheManager.get_computed_blocks,
@@ -202,9 +208,10 @@ def hook_requests() -> None:
     """Checks every request's settings before vLLM takes it (patches/0003).
 
     `generate` is asked for its first item only after a streamed response has begun with status 200,
-    so it is checked when it is called.
+    so it is checked when it is called. What the workers must be asked for waits for `add_request`.
     """
     generate, add_request = AsyncLLM.generate, LLMEngine.add_request
+    add_request_async = AsyncLLM.add_request
 
     @functools.wraps(generate)
     def generate_hook(
@@ -224,8 +231,36 @@ def hook_requests() -> None:
         requests.check_request(self, prompt, params)
         return add_request(self, request_id, prompt, params, *args, **kwargs)
 
+    @functools.wraps(add_request_async)
+    async def add_request_async_hook(
+        self: AsyncLLM, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from vllm_kvselect.engine import requests
+
+        await requests.check_projections(self, prompt, params)
+        return await add_request_async(self, request_id, prompt, params, *args, **kwargs)
+
     AsyncLLM.generate = generate_hook
+    AsyncLLM.add_request = add_request_async_hook
     LLMEngine.add_request = add_request_hook
+
+
+def hook_bodies() -> None:
+    """Checks the bodies of HTTP requests for what does not reach the engine (patches/0006).
+
+    vLLM drops fields that it does not know, and for a beam search all of `vllm_xargs`.
+    """
+    check_model = BaseServing._check_model
+
+    @functools.wraps(check_model)
+    async def check_model_hook(self: BaseServing, request: Any) -> Any:
+        from vllm_kvselect.engine import requests
+
+        if (engine := getattr(self, "engine_client", None)) is not None:
+            await requests.check_body(engine, request)
+        return await check_model(self, request)
+
+    BaseServing._check_model = check_model_hook
 
 
 def hook_stat_loggers() -> None:

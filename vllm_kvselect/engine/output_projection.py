@@ -1,52 +1,174 @@
 """Binds each attention layer to its output projection, which vLLM's layers do not know."""
 
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
 import torch
 from torch import nn
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 
 from vllm_kvselect.config import ConfigError
+from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
+logger = init_logger("vllm.kvselect")
 
-def find_output_projections(model: nn.Module) -> dict[str, RowParallelLinear]:
+
+class _Place(NamedTuple):
+    """An attention layer and its projection in the module that calls both."""
+
+    parent: nn.Module
+    attention: Attention
+    wrapped: nn.Module
+    """The projection as the parent calls it: with LoRA, vLLM wraps every linear layer."""
+    projection: RowParallelLinear
+
+
+class _ReachedError(Exception):
+    """Stops a trial run at the projection."""
+
+    def __init__(self, given: torch.Tensor) -> None:
+        self.given = given
+
+
+def find_output_projections(
+    model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> dict[str, RowParallelLinear]:
     """Finds the projection that reads each attention layer's output.
 
     It is the row-parallel linear layer beside the attention layer in the model's tree whose input
-    is as wide as the attention's output.
+    is as wide as the attention's output. Nothing may come between the two, such as the gate of
+    AfMoE or Step-3.5: the norms of `V W_O` would not be what an entry adds to the output. So the
+    module that holds both runs once on a token, with a random tensor in place of attention, and the
+    projection must get that very tensor. Where the module cannot be called that way, because it
+    wants more than positions and hidden states, its parts and switches named after a gate count.
+
+    Not seen: a module that cannot be called and whose gate has another name, and what is done to
+    the output behind the projection.
 
     Args:
         model: A loaded model.
+        dtype: Its activation dtype.
+        device: Where it is.
 
     Returns:
         Output projections by the attention layer's name.
 
     Raises:
-        ConfigError: If a layer has none or several.
+        ConfigError: If a layer has none, several, or one that does not read the attention's output.
     """
     modules = dict(model.named_modules())
     found = {}
     for name, attention in modules.items():
         if not isinstance(attention, Attention):
             continue
-        width = attention.num_heads * attention.head_size_v
-        # With LoRA, vLLM wraps every linear layer; the one inside has the model's own weights.
-        siblings = (
-            getattr(module, "base_layer", module)
-            for module in modules[name.rpartition(".")[0]].children()
-        )
-        candidates = [
-            module
-            for module in siblings
-            if isinstance(module, RowParallelLinear) and module.input_size_per_partition == width
-        ]
+        parent = modules[name.rpartition(".")[0]]
+        candidates = _candidates(parent, attention)
         if len(candidates) != 1:
-            raise ConfigError(
-                f"found {len(candidates)} output projections for {name} of {type(model).__name__}, "
-                "not one; use a method without '-perturb'"
-            )
-        found[attention.layer_name] = candidates[0]
+            reason = f"found {len(candidates)} output projections for {name}, not one"
+            raise ConfigError(_refusal(model, reason))
+        place = _Place(parent, attention, *candidates[0])
+        if obstacle := _obstacle(place, dtype, device):
+            raise ConfigError(_refusal(model, f"in {name.rpartition('.')[0]}, {obstacle}"))
+        found[attention.layer_name] = place.projection
     return found
+
+
+def _candidates(
+    parent: nn.Module, attention: Attention
+) -> list[tuple[nn.Module, RowParallelLinear]]:
+    width = attention.num_heads * attention.head_size_v
+    pairs = ((child, getattr(child, "base_layer", child)) for child in parent.children())
+    return [
+        (child, layer)
+        for child, layer in pairs
+        if isinstance(layer, RowParallelLinear) and layer.input_size_per_partition == width
+    ]
+
+
+def _refusal(model: nn.Module, reason: str) -> str:
+    others = ", ".join(name for name, method in METHODS.items() if not method.perturbation)
+    return (
+        "methods that weigh entries by the norms of projected values cannot be used with "
+        f"{type(model).__name__}: {reason}; choose one of {others}"
+    )
+
+
+def _obstacle(place: _Place, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What is between attention and projection, or None."""
+    is_direct = _is_direct(place, dtype, device)
+    if is_direct is False:
+        return "something, such as a gate, changes attention's output before its projection"
+    gates = _named_after_gates(place.parent) if is_direct is None else []
+    return f"{', '.join(gates)} may gate attention's output" if gates else None
+
+
+@torch.no_grad()
+def _is_direct(place: _Place, dtype: torch.dtype, device: torch.device) -> bool | None:
+    """Whether the projection reads what attention gives; None if a trial run shows neither."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = place.attention.num_heads * place.attention.head_size_v, place.projection.output_size
+    output, hidden = (torch.randn(1, size, generator=draw).to(device, dtype) for size in sizes)
+    arguments = _arguments(place.parent, hidden)
+    if arguments is None:
+        return None
+
+    def reached(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        raise _ReachedError(given[0])
+
+    handle = place.wrapped.register_forward_pre_hook(reached)
+    try:
+        with _in_place_of(place.attention, lambda *_, **__: output):
+            place.parent(**arguments)
+    except _ReachedError as stopped:
+        given = stopped.given
+        return given.numel() == output.numel() and torch.equal(given.view_as(output), output)
+    except Exception as error:  # whatever a model's code may need that is not there
+        logger.debug("no trial run of %s: %s", type(place.parent).__name__, error)
+    finally:
+        handle.remove()
+    return None
+
+
+def _arguments(module: nn.Module, hidden: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """Arguments with which to call an attention module on one token, None if it wants others."""
+    positions = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+    arguments = {}
+    for name, parameter in inspect.signature(module.forward).parameters.items():
+        if parameter.default is not parameter.empty or parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        if name in ("positions", "position_ids"):
+            arguments[name] = positions
+        elif name in ("hidden_states", "x"):
+            arguments[name] = hidden
+        else:
+            return None
+    return arguments
+
+
+@contextmanager
+def _in_place_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replaces what a module computes for a while."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+def _named_after_gates(module: nn.Module) -> list[str]:
+    """Parts of an attention module that are named after a gate, and switches that are on."""
+    parts = [name for name, _ in module.named_children()]
+    switches = [name for name, value in vars(module).items() if value is True]
+    return [name for name in parts + switches if re.search(r"gate|(^|_)g_proj$", name)]
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -19,7 +20,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from vllm_kvselect.config import CONFIG_KEY, EvictionConfig
+from vllm_kvselect.config import CONFIG_KEY, ConfigError, EvictionConfig
 from vllm_kvselect.engine.metrics import StepReport
 from vllm_kvselect.engine.models import refuse_mixed_groups
 from vllm_kvselect.engine.output_projection import find_output_projections, materialise
@@ -32,6 +33,8 @@ from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.scoring.value_norms import OutputProjection
+
+logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 
 class EvictionWorker(ABC):
@@ -62,6 +65,7 @@ class EvictionWorker(ABC):
         self._num_saved_blocks = 0
         self._reported_seconds = 0.0
         self._report_to_send: StepReport | None = None
+        self._projection_problem: str | None = None
 
     @notes_refusals
     def load_model(self, **kwargs: Any) -> None:
@@ -82,9 +86,14 @@ class EvictionWorker(ABC):
 
     def _methods(self) -> list[str]:
         """Methods that a request may run with, by default or by its own choice."""
-        if "method" in self._eviction.allow_override:
-            return list(METHODS)
-        return [self._eviction.method]
+        if "method" not in self._eviction.allow_override:
+            return [self._eviction.method]
+        missing = self._projection_problem is not None
+        return [name for name, method in METHODS.items() if not (missing and method.perturbation)]
+
+    def kv_eviction_projection_problem(self) -> str | None:
+        """Why requests cannot choose methods that read output projections, or None if they can."""
+        return self._projection_problem
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """vLLM's specs, with the eviction configuration."""
@@ -205,7 +214,18 @@ class EvictionWorker(ABC):
         return [self._requests.get(request_id) for request_id in (*ids, *padding)]
 
     def _bind_output_projections(self) -> None:
-        projections = find_output_projections(self.model_runner.get_model())
+        """Gives each layer its W_O; without, only a default method that reads it is an error."""
+        try:
+            projections = find_output_projections(
+                self.model_runner.get_model(), self.model_config.dtype, self.device
+            )
+        except ConfigError as error:
+            default = METHODS.get(self._eviction.method)
+            if default is not None and default.perturbation:
+                raise
+            self._projection_problem = str(error)
+            logger.warning("%s; requests that choose them are refused", error)
+            return
         for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
             if not isinstance(layer.impl, HeadwiseImpl):
                 continue
