@@ -168,7 +168,7 @@ async def _idle(http: httpx.AsyncClient, server: Server) -> dict[str, Any]:
         "waiting": metrics["vllm:num_requests_waiting"],
         # The cache can be emptied only when no block is held.
         "blocks_used": metrics["vllm:kv_cache_usage_perc"] + (not reset["success"]),
-        "blocks_saved": metrics["vllm:kv_eviction_blocks_saved"],
+        "blocks_saved": metrics["vllm:kv_eviction_saved_blocks"],
         "requests_remembered": worker["num_requests"],
         "preemptions": metrics["vllm:num_preemptions_total"],
         "prompts_evicted": metrics["vllm:kv_eviction_requests_total"],

@@ -18,11 +18,11 @@ vllm:num_requests_running{engine="1",model_name="m"} 1.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 7.0
 """
 EVICTION = """\
-vllm:kv_eviction_blocks_saved{engine="0",model_name="m"} 300.0
-vllm:kv_eviction_blocks_saved{engine="1",model_name="m"} 20.0
+vllm:kv_eviction_saved_blocks{engine="0",model_name="m"} 300.0
+vllm:kv_eviction_saved_blocks{engine="1",model_name="m"} 20.0
 vllm:kv_eviction_requests_total{engine="0",model_name="m"} 12.0
-vllm:kv_eviction_blocks_freed_total{engine="0",model_name="m"} 480.0
-vllm:kv_eviction_bytes_freed_total{engine="0",model_name="m"} 1048576.0
+vllm:kv_eviction_freed_blocks_total{engine="0",model_name="m"} 480.0
+vllm:kv_eviction_freed_bytes_total{engine="0",model_name="m"} 1048576.0
 vllm:kv_eviction_refusals_total{model_name="m",reason="not_allowed"} 2.0
 vllm:kv_eviction_selection_seconds_sum{engine="0",model_name="m"} 1.5
 """

@@ -175,10 +175,10 @@ def test_metrics_count_a_request_once_and_the_entries_of_all_ranks(
     prompts, metrics = served[kind].prompts, served[kind].metrics
     blocks = [tail_begin(len(p)) // BLOCK_SIZE - num_packed(len(p)) for p in prompts]
     assert metrics["requests"] == len(prompts)
-    assert metrics["blocks_freed"] == sum(blocks)
+    assert metrics["freed_blocks"] == sum(blocks)
     entries = sum(blocks) * BLOCK_SIZE * NUM_LAYERS * NUM_KV_HEADS
-    assert metrics["entries_dropped"] == entries
-    assert metrics["bytes_freed"] == entries * 2 * 32 * torch.float32.itemsize
+    assert metrics["dropped_entries"] == entries
+    assert metrics["freed_bytes"] == entries * 2 * 32 * torch.float32.itemsize
 
 
 @BOTH

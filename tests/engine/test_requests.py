@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import BeamSearchParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.conftest import EngineFactory
@@ -81,6 +82,23 @@ def test_a_refused_request_is_an_error_and_the_engine_goes_on(
             assert not engine.llm.llm_engine.has_unfinished_requests()
             assert engine.blocks_in_use() == 0
         assert engine.generate(prompts) == expected
+
+
+def test_a_beam_search_is_stock_vllms(start_engine: EngineFactory, make_prompts: Any) -> None:
+    prompts = [{"prompt_token_ids": prompt} for prompt in make_prompts([500, 300])]
+    params = BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True)
+    found = []
+    for eviction in (SERVER, None):
+        with start_engine(eviction, 200, block_size=32) as engine:
+            outputs = engine.llm.beam_search(prompts, params)
+            found.append([beam for output in outputs for beam in output.sequences])
+            if eviction:
+                stats = engine.worker.kv_eviction_stats()
+                assert stats["num_evicted"] == stats["selection_seconds"] == 0
+    ours, stock = found
+    assert [beam.tokens for beam in ours] == [beam.tokens for beam in stock]
+    expected = [beam.cum_logprob for beam in stock]
+    assert [beam.cum_logprob for beam in ours] == pytest.approx(expected, abs=1e-3)
 
 
 def engine_of(additional_config: Any) -> Any:

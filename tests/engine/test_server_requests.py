@@ -1,6 +1,7 @@
 """Settings of single requests and metrics over HTTP."""
 
 import json
+import urllib.request
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from vllm_kvselect.top import Snapshot, render
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]  # one server for all
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
-COUNTERS = ("requests", "entries_dropped", "blocks_freed", "bytes_freed")
+COUNTERS = ("requests", "dropped_entries", "freed_blocks", "freed_bytes")
 
 
 def change(before: dict[str, float], after: dict[str, float], name: str) -> float:
@@ -51,8 +52,9 @@ def num_freed(num_prompt_tokens: int, **values: Any) -> int:
         ({"kv_eviction_budget": 0}, "invalid_value", "kv_eviction_budget = 0 is not accepted"),
         ({"kv_eviction_budget": "x"}, "invalid_value", "kv_eviction_budget = 'x'"),
         ({"kv_eviction_budget": 1.5}, "invalid_value", "write an integer, such as 1024"),
-        ({"kv_eviction_budget": 63}, "unsupported", "at least 64 are needed"),
+        ({"kv_eviction_budget": 63}, "unsupported", "kv_eviction_budget = 63 retains 63 entries"),
         ({"kv_eviction_window": 8}, "unknown_key", "accepted keys: kv_eviction"),
+        ({"kv-eviction": "none"}, "unknown_key", "did you mean 'kv_eviction'?"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_a_400_with_the_reason(
@@ -64,6 +66,7 @@ def test_settings_that_cannot_be_honoured_are_a_400_with_the_reason(
         status, error = refusal(server, **body, vllm_xargs=xargs)
         assert (status, error["type"]) == (400, "BadRequestError")
         assert message in error["message"]
+        assert error["param"] == f"vllm_xargs.{next(iter(xargs))}"
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "stream": True}
     assert refusal(server, "/v1/chat/completions", **chat, vllm_xargs=xargs)[0] == 400
     after = metrics(server)
@@ -71,6 +74,66 @@ def test_settings_that_cannot_be_honoured_are_a_400_with_the_reason(
         assert change(before, after, f"refusals_total {name}") == 3 * (name == reason)
     with post(server, prompt=text_tokens[:500], max_tokens=4) as response:
         assert json.load(response)["usage"]["completion_tokens"] == 4
+
+
+ENDPOINTS = {
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 4},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"kv_eviction": "none"}, "kv_eviction", 'send it as {"vllm_xargs": {"kv_eviction": ...}}'),
+        ({"kv_evict_budget": 64}, "kv_evict_budget", "has no effect here"),
+        (
+            {"vllm_xargs": {f"key {i}": 0 for i in range(65)}},
+            "vllm_xargs",
+            "65 keys of vllm_xargs are too many",
+        ),
+        (
+            {"use_beam_search": True, "vllm_xargs": {"kv_eviction": "zz"}},
+            "vllm_xargs.kv_eviction",
+            "'zz' is not accepted",
+        ),
+        (
+            {"use_beam_search": True, "vllm_xargs": {"kv_eviction_budget": 128}},
+            "vllm_xargs.kv_eviction_budget",
+            "no effect with use_beam_search, which keeps the full cache",
+        ),
+    ],
+)
+def test_settings_that_would_have_no_effect_are_a_400_on_both_endpoints(
+    path: str, body: dict[str, Any], param: str, message: str, server: str
+) -> None:
+    status, error = refusal(server, path, **ENDPOINTS[path], **body)
+    assert (status, error["param"]) == (400, param)
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize("xargs", [None, {"kv_eviction": "none", "session_id": "a"}])
+def test_a_beam_search_drops_nothing_and_finds_its_prompts_in_the_cache(
+    xargs: dict[str, Any] | None, server: str, text_tokens: list[int]
+) -> None:
+    prompt, before = text_tokens[7000:8000], metrics(server)
+    body = {"prompt": prompt, "max_tokens": 4, "use_beam_search": True, "n": 2}
+    with post(server, **body, vllm_xargs=xargs) as response:
+        assert len(json.load(response)["choices"]) == 2
+    after = metrics(server)
+    for name in ("requests_total", "freed_blocks_total", "selection_seconds_count"):
+        assert change(before, after, name) == 0
+    # Two beams in each of three steps, of which 31 blocks of 32 tokens are there; dropping would
+    # cap that at 23.
+    hits = "vllm:prefix_cache_hits_total"
+    assert after[hits] - before[hits] >= 3 * 2 * 31 * BLOCK_SIZE
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "use_beam_search": True, "n": 2}
+    with post(server, "/v1/chat/completions", **chat, max_tokens=3, vllm_xargs=xargs) as response:
+        assert len(json.load(response)["choices"]) == 2
 
 
 def test_the_full_cache_on_request_gives_stock_vllms_tokens(
@@ -104,19 +167,59 @@ def test_metrics_are_those_of_the_plans(server: str, text_tokens: list[int]) -> 
     expected = (4, num_blocks * ENTRIES_PER_BLOCK, num_blocks, num_blocks * BLOCK_BYTES)
     for name, number in zip(COUNTERS, expected, strict=True):
         assert change(before, after, f"{name}_total") == number
-    fractions = [1 - blocks * BLOCK_SIZE / length for length, blocks in freed]
-    assert change(before, after, "retained_fraction_count") == 4
-    assert change(before, after, "retained_fraction_sum") == pytest.approx(sum(fractions))
+    ratios = [1 - blocks * BLOCK_SIZE / length for length, blocks in freed]
+    assert change(before, after, "retained_ratio_count") == 4
+    assert change(before, after, "retained_ratio_sum") == pytest.approx(sum(ratios))
     assert change(before, after, "selection_seconds_count") == 4
     assert 0 < change(before, after, "selection_seconds_sum") < 60
-    assert after["vllm:kv_eviction_blocks_saved"] == 0
+    assert after["vllm:kv_eviction_saved_blocks"] == 0
+
+
+def test_time_counts_for_prompts_that_end_before_they_are_packed(
+    server: str, text_tokens: list[int]
+) -> None:
+    prompt, xargs = text_tokens[2000:2700], {"kv_eviction": "snapkv-perturb"}
+    before = metrics(server)
+    body = {"prompt": prompt, "vllm_xargs": xargs, "return_token_ids": True}
+    with post(server, **body, max_tokens=1) as response:
+        (first,) = json.load(response)["choices"][0]["token_ids"]
+    for_one_token = metrics(server)
+    with post(server, **body, max_tokens=9, stop_token_ids=[first]) as response:
+        assert json.load(response)["usage"]["completion_tokens"] == 1
+    # The step that learns of its end reports.
+    readings(
+        lambda: change(for_one_token, metrics(server), "selection_seconds_count"),
+        lambda number: number == 1,
+    )
+    for name in ("requests_total", "dropped_entries_total", "retained_ratio_count"):
+        assert change(before, metrics(server), name) == 0
+    assert change(before, for_one_token, "selection_seconds_sum") == 0
+    assert change(for_one_token, metrics(server), "selection_seconds_sum") > 0
+
+
+def test_metrics_are_named_by_the_rules_of_prometheus(server: str) -> None:
+    with urllib.request.urlopen(f"{server}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    kinds = {line.split()[2]: line.split()[3] for line in lines if line.startswith("# TYPE ")}
+    ours = {
+        name: kind
+        for name, kind in kinds.items()
+        if name.startswith("vllm:kv_eviction_") and not name.endswith("_created")
+    }
+    assert len(ours) == 8
+    units = {"blocks", "bytes", "entries", "ratio", "requests", "seconds"}
+    for name, kind in ours.items():
+        assert name.endswith("_total") is (kind == "counter")
+        *others, last = name.removeprefix("vllm:kv_eviction_").removesuffix("_total").split("_")
+        assert last in units | {"refusals"}
+        assert not units & {*others}
 
 
 def test_blocks_saved_are_those_of_the_requests_that_run(
     server: str, text_tokens: list[int]
 ) -> None:
     def num_saved() -> float:
-        return metrics(server)["vllm:kv_eviction_blocks_saved"]
+        return metrics(server)["vllm:kv_eviction_saved_blocks"]
 
     one, other = num_freed(1400, budget=256), num_freed(700, budget=256)
     with answering(server, text_tokens[:1400]):
@@ -193,7 +296,7 @@ def test_two_front_ends_refuse_and_count_together(
     found = metrics(url)
     assert found["vllm:kv_eviction_refusals_total not_allowed"] == 8
     assert found["vllm:kv_eviction_requests_total"] == 4
-    assert found["vllm:kv_eviction_blocks_freed_total"] == 4 * num_freed(800, budget=256)
-    assert found["vllm:kv_eviction_retained_fraction_count"] == 4
-    assert found["vllm:kv_eviction_blocks_saved"] == 0
+    assert found["vllm:kv_eviction_freed_blocks_total"] == 4 * num_freed(800, budget=256)
+    assert found["vllm:kv_eviction_retained_ratio_count"] == 4
+    assert found["vllm:kv_eviction_saved_blocks"] == 0
     assert Snapshot.fetch(url).num_evicted == 4

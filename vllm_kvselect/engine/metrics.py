@@ -21,7 +21,7 @@ from vllm_kvselect.engine.arguments import server_config
 from vllm_kvselect.engine.report import block_bytes, block_entries
 from vllm_kvselect.request import REFUSAL_REASONS, RefusalReason
 
-_FRACTIONS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_RATIOS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -31,7 +31,8 @@ class StepReport:
 
     Attributes:
         prompts: `[prompt length in tokens, blocks freed]` of each prompt packed for the first time.
-        selection_seconds: Time spent selecting and packing, in all layers; 0 if nothing was packed.
+        selection_seconds: Time spent scoring, selecting and packing, in all layers, since the last
+            report; also for prompts that ended before they were packed.
         num_saved_blocks: Blocks that live requests would hold as well, had nothing been dropped.
     """
 
@@ -77,26 +78,28 @@ class EvictionStatLogger(AggregateStatLoggerBase):
 
         self._requests = make(Counter, "requests", "Requests whose prompts had entries dropped.")
         self._entries = make(
-            Counter, "entries_dropped", "Entries dropped: one token of one KV head of one layer."
+            Counter, "dropped_entries", "Entries dropped: one token of one KV head of one layer."
         )
-        self._blocks = make(Counter, "blocks_freed", "Blocks given back once prompts were packed.")
-        self._bytes = make(Counter, "bytes_freed", "Bytes of the blocks given back.")
-        self._fraction = make(
+        self._blocks = make(Counter, "freed_blocks", "Blocks given back once prompts were packed.")
+        self._bytes = make(Counter, "freed_bytes", "Bytes of the blocks given back.")
+        self._ratios = make(
             Histogram,
-            "retained_fraction",
-            "Share of a prompt's entries retained.",
-            buckets=_FRACTIONS,
+            "retained_ratio",
+            "Entries retained of a prompt over all of its entries, of prompts that had some "
+            "dropped.",
+            buckets=_RATIOS,
         )
         self._seconds = make(
             Histogram,
             "selection_seconds",
-            "Time that a step in which prompts were packed spent selecting and packing.",
+            "Seconds that scoring, selecting and packing took for the prompts completed in a step, "
+            "those that ended before they were packed included.",
             buckets=_SECONDS,
         )
         self._saved = make(
             Gauge,
-            "blocks_saved",
-            "Blocks that the running requests would hold without eviction.",
+            "saved_blocks",
+            "Blocks that the running requests would hold in addition without eviction.",
             multiprocess_mode="mostrecent",
         )
         refusals = Counter(
@@ -125,7 +128,7 @@ class EvictionStatLogger(AggregateStatLoggerBase):
             self._blocks[engine_idx].inc(num_blocks)
             self._bytes[engine_idx].inc(num_blocks * self._bytes_per_block)
             num_dropped = num_blocks * self._block_size
-            self._fraction[engine_idx].observe(1 - num_dropped / num_prompt_tokens)
+            self._ratios[engine_idx].observe(1 - num_dropped / num_prompt_tokens)
         if report.selection_seconds:
             self._seconds[engine_idx].observe(report.selection_seconds)
         self._saved[engine_idx].set(report.num_saved_blocks)
