@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -23,7 +25,6 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from tests.engine import flash_attention, triton_attention
 from tests.engine.cuda_layers import (
-    BLOCK_SIZE,
     HEAD_SIZE,
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
@@ -35,10 +36,11 @@ from tests.engine.cuda_layers import (
 )
 from tests.kernels.unsynchronised import unsynchronised
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine.cuda_tables import buffer_bytes
+from vllm_kvselect.engine.cuda_tables import HeadwiseTables, buffer_bytes
 from vllm_kvselect.engine.flash_attention import HeadwiseFlashAttentionBackend
 from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.step.split import Split
+from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.engine.triton_attention import HeadwiseTritonAttentionBackend
 from vllm_kvselect.engine.warm_up import warm_up
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
@@ -327,11 +329,39 @@ def test_neither_a_decode_step_nor_a_completion_waits_for_the_device(
         layers.check(rows, outputs)
 
 
-def test_the_buffers_take_what_their_formula_says() -> None:
-    tables = make_layers(FLASH).builder.tables
-    held = [part for part in vars(tables).values() if isinstance(part, torch.Tensor)]
-    size = MAX_NUM_SEQS, NUM_KV_HEADS, NUM_LAYERS, MAX_MODEL_LEN, BLOCK_SIZE
-    assert buffer_bytes(*size) == sum(part.nbytes for part in held)
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of all memory that is taken meanwhile, whoever holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[int, torch.UntypedStorage] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._kept.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for part in tree_leaves(made):
+            if isinstance(part, torch.Tensor):
+                storage = part.untyped_storage()
+                self._kept[storage.data_ptr()] = storage
+        return made
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_kv_heads", "num_layers", "max_model_len", "block_size"),
+    [(1, 1, 1, 16, 16), (5, 3, 2, 100, 16), (8, 2, 30, 1000, 32), (64, 8, 3, 4097, 128)],
+)
+def test_what_is_reserved_for_the_tables_is_what_they_allocate(
+    num_seqs: int, num_kv_heads: int, num_layers: int, max_model_len: int, block_size: int
+) -> None:
+    state = RetentionState(4, num_layers, num_kv_heads)
+    with Allocations() as allocated:
+        tables = HeadwiseTables(state, num_seqs, max_model_len, block_size, REFERENCES)
+    assert tables.num_kv_heads == num_kv_heads
+    reserved = buffer_bytes(num_seqs, num_kv_heads, num_layers, max_model_len, block_size)
+    assert allocated.num_bytes == reserved
 
 
 def test_the_backends_ask_for_one_layout(backend: Any) -> None:
@@ -340,8 +370,10 @@ def test_the_backends_ask_for_one_layout(backend: Any) -> None:
     assert resolve_obj_by_qualname(ours) is backend
 
 
-def test_vllms_compiler_fuses_no_quantisation_into_outputs(backend: Any) -> None:
-    impl = make_layers(backend).layers[0].impl
+def test_vllms_compiler_fuses_no_quantisation_into_outputs() -> None:
+    impl = make_layers(TRITON).layers[0].impl
+    stock = triton_attn.TritonAttentionImpl.fused_output_quant_supported
+    assert stock(impl, kFp8StaticTensorSym)  # it would, with vLLM's own
     assert not impl.fused_output_quant_supported(kFp8StaticTensorSym)
 
 

@@ -11,10 +11,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvselect.config import CONFIG_KEY, EvictionConfig
-from vllm_kvselect.engine.cuda_tables import buffer_bytes
+from vllm_kvselect.engine.cuda_tables import HeadwiseTables
 from vllm_kvselect.engine.cuda_worker import EvictionGPUWorker
 from vllm_kvselect.engine.spec import HeadwiseSpec
-from vllm_kvselect.engine.step.request import LiveRequests, Prompt
+from vllm_kvselect.engine.step.request import LiveRequests, Request
+from vllm_kvselect.engine.step.state import RetentionState
+from vllm_kvselect.kernels.base import REFERENCES
 
 BLOCK_SIZE = 16
 EVICTION = EvictionConfig(method="adakv", budget=64, window=16)
@@ -40,7 +42,7 @@ def scheduled(
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker without a device: what vLLM's worker would do is looked at in place of done."""
     made = object.__new__(EvictionGPUWorker)
-    made._eviction, made._prompts = EVICTION, LiveRequests(EVICTION, BLOCK_SIZE)
+    made._eviction, made._requests = EVICTION, LiveRequests(EVICTION, BLOCK_SIZE)
     made._states, made._report_to_send = [], None
     made._num_saved_blocks, made._reported_seconds = 0, 0.0
     made._is_prefilling = False
@@ -64,9 +66,9 @@ def test_steps_that_compute_a_prompt_with_a_cut_keep_out_of_full_graphs(worker: 
         assert not worker._is_prefilling
 
 
-def test_rows_of_both_model_runners_have_their_prompts(worker: Any) -> None:
-    worker._prompts.update(scheduled((new("a", 200), new("b", 30))))
-    ours = [worker._prompts["b"], worker._prompts["a"]]
+def test_rows_of_both_model_runners_have_their_requests(worker: Any) -> None:
+    worker._requests.update(scheduled((new("a", 200), new("b", 30))))
+    ours = [worker._requests["b"], worker._requests["a"]]
     common = SimpleNamespace(num_reqs=4, req_idx=np.array([7, 2]))
     worker.use_v2_model_runner = True
     worker.model_runner = SimpleNamespace(
@@ -79,7 +81,7 @@ def test_rows_of_both_model_runners_have_their_prompts(worker: Any) -> None:
     assert found[:2] == ours
     assert [prompt.cut for prompt in found[2:]] == [None, None]  # padding
     common.req_idx = np.arange(4)  # a dummy batch, before there are requests
-    worker._prompts, worker.use_v2_model_runner = LiveRequests(EVICTION, BLOCK_SIZE), True
+    worker._requests, worker.use_v2_model_runner = LiveRequests(EVICTION, BLOCK_SIZE), True
     worker.model_runner = SimpleNamespace(req_states=SimpleNamespace(index_to_req_id={}))
     assert [prompt.cut for prompt in worker._requests_of(common)] == [None] * 4
 
@@ -88,7 +90,7 @@ def test_rows_of_both_model_runners_have_their_prompts(worker: Any) -> None:
 def test_model_runner_v2_sends_reports_with_the_output(
     wrapped: bool, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt = Prompt.planned(200, BLOCK_SIZE, EVICTION)
+    prompt = Request.planned(200, BLOCK_SIZE, EVICTION)
     assert prompt.cut
     state = SimpleNamespace(completed=[prompt], selection_seconds=0.25, num_evicted=1)
     worker._states = [state]
@@ -126,11 +128,15 @@ def test_memory_beside_the_cache_is_reserved_unless_the_user_gave_a_size(
     scheduler = SimpleNamespace(max_num_seqs=256)
     worker.vllm_config = SimpleNamespace(scheduler_config=scheduler)
     worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=None)
-    reserved = 40 * 2**30 - worker.determine_available_memory()
-    tables = buffer_bytes(256, 8, 32, 32768, 16)
-    assert tables == pytest.approx(17 * 2**20, rel=0.05)
-    # Of 2 MiB a block, 1,152 bytes go to the state; keys and values of the longest prompt are read.
-    state, read = 40 * 2**30 / 2**21 * 1152, 2 * 8 * 32768 * 128 * 4
-    assert reserved == pytest.approx(tables + state + read + 12 * 4 * 8 * 32768, rel=0.01)
+    left = worker.determine_available_memory()
+    # What will be allocated beside a cache that fills what is left, on a device without memory.
+    state = RetentionState(left // (32 * spec.page_size_bytes), 32, 8, "meta")
+    tables = HeadwiseTables(state, 256, 32768, 16, REFERENCES)
+    entries = torch.empty(2, 8, 32768, 128, dtype=torch.bfloat16, device="meta")
+    scores = torch.empty(8, 32768, device="meta")
+    kept = [state.offsets, entries, scores, *vars(tables).values()]
+    least = sum(part.nbytes for part in kept if isinstance(part, torch.Tensor))
+    # The rest is for copies while a prompt of the greatest length is packed.
+    assert least < 40 * 2**30 - left < 2 * least
     worker.cache_config.kv_cache_memory_bytes = 40 * 2**30
     assert worker.determine_available_memory() == 40 * 2**30
