@@ -123,6 +123,21 @@ def test_ablation_varies_the_last_method_and_compares_with_it(
     assert same["texts"][0]["full_nll"] == other["texts"][0]["full_nll"]
 
 
+@pytest.mark.parametrize("analysis", ["perturbation", "metric", "budget", "ablation"])
+def test_one_text_gives_no_interval(
+    analysis: AnalysisName, llama_folder: Path, tmp_path: Path
+) -> None:
+    options = ("--budgets", "0.3", "--scenarios", "regular", "--num-texts", "1")
+    assert run(analysis, *small(llama_folder, tmp_path, *options)).exit_code == 0
+    rows = [
+        line
+        for line in (tmp_path / f"{analysis}.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| regular")
+    ]
+    assert rows
+    assert not [row for row in rows if "±" in row or "% to" in row]
+
+
 def test_heads_that_fail_the_assumption_are_named(llama_folder: Path, tmp_path: Path) -> None:
     options = ("--methods", "snapkv-perturb", "--budgets", "0.2,0.9")
     assert run("assumption", *small(llama_folder, tmp_path, *options)).exit_code == 0

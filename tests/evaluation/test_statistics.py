@@ -2,6 +2,8 @@ import pytest
 import torch
 
 from vllm_kvselect.evaluation.statistics import (
+    difference_text,
+    interval_text,
     mean_and_error,
     rounded,
     share_interval,
@@ -31,7 +33,19 @@ def test_certain_share_has_a_narrow_interval() -> None:
 
 def test_mean_and_error() -> None:
     assert mean_and_error([1.0, 3.0]) == pytest.approx((2.0, 1.0))
-    assert mean_and_error([4.0]) == (4.0, 0.0)
+
+
+def test_one_text_gives_no_interval() -> None:
+    one = torch.ones(1, 10)
+    assert share_interval(one, one - 0.5) is None
+    assert interval_text(None) == ""
+    assert mean_and_error([4.0]) == (4.0, None)
+    assert difference_text(4.0, None) == "+4.000"
+
+
+def test_cells_show_intervals() -> None:
+    assert interval_text([0.25, 0.5]) == "25% to 50%"
+    assert difference_text(-0.25, 0.125) == "-0.250 ± 0.125"
 
 
 def test_rounded_keeps_five_digits() -> None:

@@ -11,7 +11,7 @@ Matrix = Sequence[Sequence[float]]
 Curves = dict[str, tuple[Sequence[float], Sequence[float]]]
 """By name: x and y."""
 Intervals = dict[str, tuple[float, float]]
-"""By name: a mean, and how far its interval reaches to both sides."""
+"""By name: a mean, and how far its interval reaches to both sides; NaN if that is not known."""
 
 
 class Scale(NamedTuple):

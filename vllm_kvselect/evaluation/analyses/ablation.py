@@ -1,6 +1,7 @@
 """Ablation: a method with one option changed at a time, in paired differences to itself."""
 
 from collections import defaultdict
+from math import nan
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
@@ -10,7 +11,7 @@ from vllm_kvselect.evaluation.answers import forced
 from vllm_kvselect.evaluation.figures import Intervals, intervals
 from vllm_kvselect.evaluation.report import Findings
 from vllm_kvselect.evaluation.retained import retained_entries
-from vllm_kvselect.evaluation.statistics import mean_and_error
+from vllm_kvselect.evaluation.statistics import difference_text, mean_and_error
 from vllm_kvselect.evaluation.study import Study
 from vllm_kvselect.evaluation.tasks import Scenario
 
@@ -89,7 +90,7 @@ def measure_ablation(study: Study) -> Findings:
         figures={"differences": _figure(base, differences)},
         notes=[
             "NLL: nats per answer token but the first, teacher-forced; differences are paired over "
-            "the texts, with 95 % intervals; below 0 is better."
+            "the texts, with 95 % intervals unless there is one text only; below 0 is better."
         ],
     )
 
@@ -120,14 +121,22 @@ def _row(
 
 
 def _interval(values: list[float]) -> str:
+    return difference_text(*_mean_and_reach(values))
+
+
+def _mean_and_reach(values: list[float]) -> tuple[float, float | None]:
+    """A mean, and how far its 95 % interval reaches to both sides; None for a single value."""
     mean, error = mean_and_error(values)
-    return f"{mean:+.3f} ± {NORMAL_95 * error:.3f}"
+    return mean, None if error is None else NORMAL_95 * error
 
 
 def _figure(base: str, differences: dict[tuple[Scenario, Variant], list[float]]) -> Figure:
     panels: dict[str, Intervals] = {}
     for (scenario, (name, budget)), values in differences.items():
         if name != base:
-            mean, error = mean_and_error(values)
-            panels.setdefault(f"{scenario}, {budget}", {})[name] = (mean, NORMAL_95 * error)
+            mean, reach = _mean_and_reach(values)
+            panels.setdefault(f"{scenario}, {budget}", {})[name] = (
+                mean,
+                nan if reach is None else reach,
+            )
     return intervals(panels, f"NLL minus that of {base}, nats per token")

@@ -11,7 +11,7 @@ from vllm_kvselect.evaluation.figures import Axes, Curves, curves
 from vllm_kvselect.evaluation.report import Findings
 from vllm_kvselect.evaluation.retained import retained_entries
 from vllm_kvselect.evaluation.settings import AnalysisConfig
-from vllm_kvselect.evaluation.statistics import mean_and_error
+from vllm_kvselect.evaluation.statistics import difference_text, mean_and_error
 from vllm_kvselect.evaluation.study import Sample, Setting, Study
 
 
@@ -69,8 +69,8 @@ def measure_budget(study: Study) -> Findings:
         figures={"nll": _figure(config, found)},
         notes=[
             "NLL: nats per answer token but the first, teacher-forced; *minus full*: paired, with "
-            "its standard error; *entries*: retained per KV head and layer, of which the window "
-            f"takes {config.evictions()[0].window}."
+            "its standard error, unless there is one text only; *entries*: retained per KV head "
+            f"and layer, of which the window takes {config.evictions()[0].window}."
         ],
     )
 
@@ -89,7 +89,7 @@ def _row(setting: Setting, qualities: list[_Quality]) -> tuple[str, ...]:
         str(setting.budget),
         f"{mean_and_error([each.entries for each in qualities])[0]:.0f}",
         f"{mean_and_error([each.nll for each in qualities])[0]:.3f}",
-        f"{difference:+.3f} ± {error:.3f}",
+        difference_text(difference, error),
         f"{mean_and_error([each.top_1 for each in qualities])[0]:.0%}",
     )
 

@@ -10,7 +10,12 @@ from vllm_kvselect.evaluation.perturbation import METRICS, Metric
 from vllm_kvselect.evaluation.report import Findings
 from vllm_kvselect.evaluation.retained import retained_entries
 from vllm_kvselect.evaluation.settings import AnalysisConfig
-from vllm_kvselect.evaluation.statistics import rounded, share_interval, share_lower
+from vllm_kvselect.evaluation.statistics import (
+    interval_text,
+    rounded,
+    share_interval,
+    share_lower,
+)
 from vllm_kvselect.evaluation.study import Setting, Study
 
 Distances = dict[tuple[Setting, Metric], torch.Tensor]
@@ -47,9 +52,9 @@ def measure_metric(study: Study) -> Findings:
                             "ratio": ratio,
                         }
                     )
-                    text = "{:.0%} to {:.0%}".format(*interval)
                     cells = (scenario, method, against, str(budget), metric)
-                    rows.append((*cells, f"{lower:.1%}", text, f"{ratio:.3f}"))
+                    shown = (f"{lower:.1%}", interval_text(interval), f"{ratio:.3f}")
+                    rows.append((*cells, *shown))
     columns = ("scenario", "method", "against", "budget", "distance", "heads lower", "95 %")
     return Findings(
         columns=(*columns, "sum"),

@@ -11,7 +11,12 @@ from vllm_kvselect.evaluation.perturbation import distance
 from vllm_kvselect.evaluation.report import Findings
 from vllm_kvselect.evaluation.retained import retained_entries
 from vllm_kvselect.evaluation.settings import AnalysisConfig
-from vllm_kvselect.evaluation.statistics import rounded, share_interval, share_lower
+from vllm_kvselect.evaluation.statistics import (
+    interval_text,
+    rounded,
+    share_interval,
+    share_lower,
+)
 from vllm_kvselect.evaluation.study import Setting, Study
 
 
@@ -67,9 +72,10 @@ def measure_perturbation(study: Study) -> Findings:
         notes=[
             "*heads lower*: share of (layer, query head) whose distance, averaged over texts and "
             "following tokens, is lower with the method than with the one it stands against; "
-            "interval: bootstrap over the texts; *KV heads*: the same, summed over the query "
-            "group. *sum*: of all distances, the method's over the other's. *last hidden state*: "
-            "relative L1 distance when all layers evict, of the method and of the other."
+            "interval: bootstrap over the texts, none for a single one; *KV heads*: the same, "
+            "summed over the query group. *sum*: of all distances, the method's over the other's. "
+            "*last hidden state*: relative L1 distance when all layers evict, of the method and of "
+            "the other."
         ],
     )
 
@@ -114,7 +120,7 @@ def _row(share: dict[str, Any]) -> tuple[str, ...]:
         share["against"],
         str(share["budget"]),
         f"{share['heads_lower']:.1%}",
-        "{:.0%} to {:.0%}".format(*share["interval"]),
+        interval_text(share["interval"]),
         f"{share['kv_heads_lower']:.1%}",
         f"{share['ratio']:.3f}",
         *(f"{moved:.4f}" for moved in share["last_hidden"]),
