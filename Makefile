@@ -21,7 +21,7 @@ SERVE_FLAGS := \
 	--host 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help install develop serve test lint demo clean
+.PHONY: help install develop serve test lint docs demo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,7 +38,7 @@ serve: install ## serve the small model on 127.0.0.1 with eviction (PORT=8000, A
 		&& echo 'serve: vLLM starts; in about a minute it answers on http://127.0.0.1:$(PORT)' \
 		&& exec $(BIN)/vllm serve "$$model" $(SERVE_FLAGS) --port $(PORT) $(ARGS)
 
-test: lint ## lint, then run all tests
+test: lint docs ## lint, build the documentation, then run all tests
 	$(BIN)/pytest -n 2 --dist loadgroup
 
 lint: develop ## ruff, its formatter, mypy, and the contracts on imports
@@ -47,9 +47,12 @@ lint: develop ## ruff, its formatter, mypy, and the contracts on imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
+docs: develop ## build the documentation site into site/; broken links and anchors are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 demo: install ## run the demo
 	$(BIN)/python benchmarks/demo.py
 
 clean: ## remove .venv, caches and build output
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -209,9 +209,13 @@ def _print_table(rows: list[Result], check: Result) -> None:
 
 
 def _markdown(rows: list[Result], check: Result, settings: dict[str, Any], device: Result) -> str:
-    """The table with the command that made it, as a section for the documentation."""
+    """The table with the command that made it, as a page; conclusions are written elsewhere."""
     known = machine()
     lines = [
+        "# Needle in a haystack: the table",
+        "",
+        "Written by the command below, which replaces this file.",
+        "",
         f"Model {Path(settings['model']).name or 'SmolLM2-135M-Instruct'}, {settings['dtype']}; "
         f"{settings['num_prompts']} prompts of {settings['prompt_len']} tokens; prose: {SPEECHES}; "
         f"vLLM {device['vllm']}, torch {device['torch']}, {known['cpu']} ({device['device']}).",
