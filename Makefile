@@ -32,11 +32,13 @@ install: ## make .venv with what serving needs; returns at once when up to date 
 develop: ## the same with what tests need on top
 	@$(PYTHON) packaging/install.py --for test
 
-# The folder is asked for first: inside vllm's arguments a failure would go unnoticed.
+# Folder and type are asked for first: inside vllm's arguments a failure would go unnoticed.
+# A processor without instructions for bfloat16 is 40 times faster in float32.
 serve: install ## serve the small model on 127.0.0.1 with eviction (PORT=8000, ARGS=more flags)
 	@model="$$($(BIN)/vllm-kvselect tiny-model)" \
+		&& dtype="$$($(BIN)/vllm-kvselect fast-dtype)" \
 		&& echo 'serve: vLLM starts; in about a minute it answers on http://127.0.0.1:$(PORT)' \
-		&& exec $(BIN)/vllm serve "$$model" $(SERVE_FLAGS) --port $(PORT) $(ARGS)
+		&& exec $(BIN)/vllm serve "$$model" --dtype "$$dtype" $(SERVE_FLAGS) --port $(PORT) $(ARGS)
 
 test: lint docs ## lint, build the documentation, then run all tests
 	$(BIN)/pytest -n 2 --dist loadgroup

@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.machine import dtype_name, fast_dtype
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -66,7 +67,7 @@ def main(
         int, typer.Option(min=0, help="Tokens per block of stock; 0 leaves it to vLLM.")
     ] = 0,
     kv_mib: Annotated[int, typer.Option(min=1, help="KV cache of both engines, in MiB.")] = 3072,
-    dtype: str = "bfloat16",
+    dtype: str = dtype_name(fast_dtype()),
     enforce_eager: Annotated[
         bool, typer.Option(help="Without torch.compile, which takes minutes in each process.")
     ] = True,

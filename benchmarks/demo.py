@@ -26,6 +26,7 @@ from rich.table import Table
 
 from vllm_kvselect.evaluation.speeches import speeches
 from vllm_kvselect.evaluation.tasks import Needle, needles
+from vllm_kvselect.machine import dtype_name, fast_dtype
 
 BLOCK_SIZE = 32
 """For both servers, so that their blocks compare; on CPU stock's own would be 128."""
@@ -72,7 +73,8 @@ def main(
     (needle,) = needles(tokenizer, speeches(), 1, prompt_len, seed)
     document = tokenizer.decode(needle.prompt)
     eviction = ["--kv-eviction", method, "--kv-eviction-budget", budget]
-    flags = ["--max-model-len", str(prompt_len + NUM_TOKENS + 64), "--enforce-eager"]
+    flags = ["--dtype", dtype_name(fast_dtype())]
+    flags += ["--max-model-len", str(prompt_len + NUM_TOKENS + 64), "--enforce-eager"]
     flags += ["--block-size", str(BLOCK_SIZE), "--kv-cache-memory-bytes", str(KV_BYTES)]
     settings = {
         "full cache": (flags, stock_environment()),

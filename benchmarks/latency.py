@@ -30,6 +30,8 @@ from _server import serving, vllm_command
 from rich.console import Console
 from rich.table import Table
 
+from vllm_kvselect.machine import dtype_name, fast_dtype
+
 METRICS = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "output_throughput")
 
 Result = dict[str, float]
@@ -50,7 +52,8 @@ def main(
     settings = dict(locals())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped
     model = model or default_model()
-    flags = ["--max-model-len", str(prompt_len + output_len + 16), "--enforce-eager"]
+    flags = ["--dtype", dtype_name(fast_dtype())]
+    flags += ["--max-model-len", str(prompt_len + output_len + 16), "--enforce-eager"]
     flags += ["--kv-cache-memory-bytes", str(kv_mib * MIB)]
     eviction = ["--kv-eviction", method, "--kv-eviction-budget", budget]
     servers = {

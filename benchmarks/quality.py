@@ -38,6 +38,7 @@ from rich.table import Table
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.evaluation.speeches import SPEECHES, speeches
 from vllm_kvselect.evaluation.tasks import needles
+from vllm_kvselect.machine import dtype_name, fast_dtype
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -74,7 +75,7 @@ def main(
     num_prompts: Annotated[int, typer.Option(min=1)] = 50,
     seed: int = 0,
     kv_mib: Annotated[int, typer.Option(min=1, help="KV cache, in MiB.")] = 512,
-    dtype: str = "bfloat16",
+    dtype: str = dtype_name(fast_dtype()),
     enforce_eager: Annotated[
         bool, typer.Option(help="Without torch.compile, which takes minutes in each process.")
     ] = True,

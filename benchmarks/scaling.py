@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.machine import dtype_name, fast_dtype
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -56,7 +57,7 @@ def main(
     eviction = EvictionConfig.parse({"method": method, "budget": budget}).model_dump()
     stock: Job = {
         "model": model,
-        "dtype": "bfloat16",
+        "dtype": dtype_name(fast_dtype()),
         "enforce_eager": True,
         "kv_bytes": 512 * MIB,
         "max_model_len": max(all_lengths) + 8,

@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.machine import dtype_name, fast_dtype
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -51,7 +52,7 @@ def main(
     method: Annotated[str, typer.Option(help="The plugin's method.")] = "adakv-perturb",
     budget: Annotated[str, typer.Option(help="Entries per KV head, or a fraction.")] = "256",
     rounds: Annotated[int, typer.Option(min=1)] = 3,
-    dtype: str = "bfloat16",
+    dtype: str = dtype_name(fast_dtype()),
     enforce_eager: Annotated[
         bool, typer.Option(help="Without torch.compile, which takes minutes in each process.")
     ] = True,

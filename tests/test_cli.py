@@ -58,6 +58,12 @@ def test_tiny_model_prints_the_folder_and_nothing_else() -> None:
     assert result.stdout == f"{folder}\n"
 
 
+def test_fast_dtype_prints_what_dtype_takes_and_nothing_else() -> None:
+    result = run("fast-dtype")
+    assert result.exit_code == 0
+    assert result.stdout in ("bfloat16\n", "float32\n")
+
+
 def test_plan_shows_what_is_freed() -> None:
     result = run("plan", "--prompt-len", "1556", "--budget", "256")
     assert result.exit_code == 0

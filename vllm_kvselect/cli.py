@@ -64,6 +64,15 @@ def tiny_model_command() -> None:
     typer.echo(tiny_model())
 
 
+@app.command("fast-dtype")
+def fast_dtype_command() -> None:
+    """Print the data type that this machine's processor multiplies fast, for --dtype."""
+    # Here, because it needs torch.
+    from vllm_kvselect.machine import dtype_name, fast_dtype
+
+    typer.echo(dtype_name(fast_dtype()))
+
+
 @app.command("methods")
 def methods_command() -> None:
     """List the methods: what each retains, its cost, its limits, its paper."""

@@ -10,17 +10,23 @@ def fast_dtype() -> torch.dtype:
     """Returns the data type in which a model runs fast on this machine's processor.
 
     A processor without instructions for bfloat16 converts every operand: PyTorch then multiplies
-    30 to 60 times slower than in float32. `ATEN_CPU_CAPABILITY`, by which PyTorch is held to older
-    instructions, counts too.
+    30 to 60 times slower than in float32 on AVX2. On AVX-512 without them oneDNN imitates them,
+    which is slower than float32 too. `ATEN_CPU_CAPABILITY`, by which PyTorch is held to older
+    instructions, counts.
 
     Returns:
         `torch.bfloat16` where the processor has instructions for it, else `torch.float32`.
     """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return torch.float32
     supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    # On x86 these instructions came with AVX-512; elsewhere the operator's answer stands alone.
-    capability = torch.backends.cpu.get_cpu_capability()
-    is_old_x86 = capability in ("AVX2", "DEFAULT") and torch.cpu.get_capabilities().get("sse2")
-    return torch.bfloat16 if supported and not is_old_x86 else torch.float32
+    # On x86 it is said to be supported wherever it can be imitated; elsewhere the answer stands.
+    capabilities = torch.cpu.get_capabilities()
+    if capabilities["architecture"] == "x86_64":
+        has_instructions = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+        is_held_back = torch.backends.cpu.get_cpu_capability() != "AVX512"
+        supported = supported and bool(has_instructions) and not is_held_back
+    return torch.bfloat16 if supported else torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,0 +1,55 @@
+"""What a processor multiplies fast, by what PyTorch says of it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from vllm_kvselect.machine import dtype_name, fast_dtype
+
+X86 = {"architecture": "x86_64"}
+ARM = {"architecture": "aarch64"}
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """Every test asks anew, and leaves nothing behind."""
+    fast_dtype.cache_clear()
+    yield
+    fast_dtype.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "capability", "onednn", "expected"),
+    [
+        pytest.param({**X86, "avx2": True}, "AVX2", False, "float32", id="AVX2"),
+        pytest.param({**X86, "avx512_f": True}, "AVX512", True, "float32", id="AVX-512 alone"),
+        pytest.param({**X86, "avx512_bf16": True}, "AVX512", True, "bfloat16", id="AVX512_BF16"),
+        pytest.param({**X86, "amx_bf16": True}, "AVX512", True, "bfloat16", id="AMX"),
+        pytest.param({**X86, "amx_bf16": True}, "AVX2", True, "float32", id="AMX held back"),
+        pytest.param({**ARM, "bf16": True}, "DEFAULT", True, "bfloat16", id="arm64 with bf16"),
+        pytest.param(ARM, "DEFAULT", False, "float32", id="arm64 without"),
+    ],
+)
+def test_bfloat16_is_fast_where_there_are_instructions_for_it(
+    capabilities: dict[str, object],
+    capability: str,
+    onednn: bool,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    assert dtype_name(fast_dtype()) == expected
+
+
+def test_pytorch_held_to_older_instructions_is_fast_in_float32() -> None:
+    code = "from vllm_kvselect.machine import fast_dtype; print(fast_dtype())"
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == "torch.float32\n"
