@@ -17,6 +17,7 @@ from vllm_kvselect.kernels.build import KernelError
 def vllm_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """What reaches vLLM's own logger, whose handler writes its prefix."""
     logger = logging.getLogger("vllm")
+    caplog.set_level(logging.INFO, logger="vllm.kvselect")
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
