@@ -128,7 +128,10 @@ FAMILIES = (
         architecture="Llama4ForCausalLM",
     ),
     Family(
-        "Gemma 3n", "gemma3n_text", {"num_kv_shared_layers": 1}, architecture="Gemma3nForCausalLM"
+        "Gemma 3n",
+        "gemma3n_text",
+        {**SLIDING, "num_kv_shared_layers": 2},
+        architecture="Gemma3nForCausalLM",
     ),
     Family("Qwen 3 Next", "qwen3_next", {**EXPERTS, **LINEAR}, architecture="Qwen3NextForCausalLM"),
     Family("Mamba", "mamba", STATE_SPACE, COMMON, architecture="MambaForCausalLM"),

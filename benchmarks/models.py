@@ -191,12 +191,14 @@ def _refusal(error: BaseException | None, model: str) -> str:
         assert raised is not None
         raise raised
     reason = str(error).removeprefix("kv_eviction cannot be used here: ").replace(repr(model), "")
-    return re.sub(r"\s+", " ", reason).removeprefix("model ").split("; serve it without")[0]
+    reason = " ".join(reason.split()).removeprefix("model ")
+    return re.split("; serve (?:it|this model) without", reason)[0]
 
 
 def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else "no message"
+    """What an error says at its end, pydantic's pointers aside."""
+    lines = [line for line in text.strip().splitlines() if "errors.pydantic.dev" not in line]
+    return lines[-1].split(" [type=")[0].strip() if lines else "no message"
 
 
 if __name__ == "__main__":
