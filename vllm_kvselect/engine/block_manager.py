@@ -193,6 +193,6 @@ class WindowManager(PlannedManager, SlidingWindowManager):
 
 
 def headwise_manager(kv: KVCacheManager) -> HeadwiseManager:
-    """The one manager of layers that drop entries (`checks.refuse_mixed_groups`)."""
+    """The one manager of layers that drop entries (`models.refuse_mixed_groups`)."""
     (manager,) = (m for m in kv.coordinator.single_type_managers if isinstance(m, HeadwiseManager))
     return manager
