@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 from rich.console import Console
 
+from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.config import CONFIG_KEY, ConfigError, EvictionConfig
-from vllm_kvselect.evaluation.errors import EvaluationError
 from vllm_kvselect.retention import cuts
 from vllm_kvselect.tiny_model import TinyModelError
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_kvselect.analysis.capture import capture, continue_prompt
+from vllm_kvselect.analysis.retained import Prompt, retained_entries
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.evaluation.capture import capture, continue_prompt
-from vllm_kvselect.evaluation.retained import Prompt, retained_entries
 from vllm_kvselect.retention import cuts
 
 if TYPE_CHECKING:

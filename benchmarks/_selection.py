@@ -12,9 +12,9 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cpu
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.methods.registry import METHODS
-from vllm_kvselect.pruning import needed_value_norms
 from vllm_kvselect.scoring.value_norms import OutputProjection
-from vllm_kvselect.selection import stage_1_mask
+from vllm_kvselect.selecting.pruning import needed_value_norms
+from vllm_kvselect.selecting.selection import stage_1_mask
 
 BF16 = 2
 

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_kvselect.evaluation.speeches import speeches
-from vllm_kvselect.evaluation.tasks import Needle, needles
+from vllm_kvselect.analysis.speeches import speeches
+from vllm_kvselect.analysis.tasks import Needle, needles
 from vllm_kvselect.machine import dtype_name, fast_dtype
 
 BLOCK_SIZE = 32

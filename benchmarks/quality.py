@@ -35,9 +35,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_kvselect.analysis.speeches import SPEECHES, speeches
+from vllm_kvselect.analysis.tasks import needles
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.evaluation.speeches import SPEECHES, speeches
-from vllm_kvselect.evaluation.tasks import needles
 from vllm_kvselect.machine import dtype_name, fast_dtype
 
 if TYPE_CHECKING:

@@ -83,7 +83,7 @@ def test_extras_that_pages_name_exist() -> None:
 
 def known_options() -> set[str]:
     """Options that vLLM's command line accepts from us."""
-    from vllm_kvselect.engine.arguments import add_cli_args
+    from vllm_kvselect.engine.frontend.arguments import add_cli_args
 
     parser = argparse.ArgumentParser(add_help=False)
     add_cli_args(parser)

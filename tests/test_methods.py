@@ -11,9 +11,9 @@ from tests.strategies import Layer, Shape, few, random_layer, scoring_inputs, se
 from vllm_kvselect.config import METHOD_NAMES
 from vllm_kvselect.methods.choice import Retention, retain, retain_pool, score_layer
 from vllm_kvselect.methods.registry import METHODS
-from vllm_kvselect.ranking import Candidates
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
+from vllm_kvselect.selecting.ranking import Candidates
 
 
 def inputs(case: MethodCase, shape: Shape, layer: Layer, layer_index: int = 0) -> ScoringInputs:

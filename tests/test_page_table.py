@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests import oracle
 from tests.strategies import kv_heads, many
-from vllm_kvselect.page_table import PageTable, headwise_page_table
+from vllm_kvselect.paging.page_table import PageTable, headwise_page_table
 
 NUM_BLOCKS = 200
 

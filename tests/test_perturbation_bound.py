@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import few, many, seeds
 from vllm_kvselect.scoring.value_norms import value_norms
-from vllm_kvselect.selection import select_perturbation
+from vllm_kvselect.selecting.selection import select_perturbation
 
 
 class Head:

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import strategies
-from vllm_kvselect.pruning import needed_value_norms, norm_bounds, select_pruned
 from vllm_kvselect.scoring.value_norms import OutputProjection, value_norms
-from vllm_kvselect.selection import select_perturbation, stage_1_mask
+from vllm_kvselect.selecting.pruning import needed_value_norms, norm_bounds, select_pruned
+from vllm_kvselect.selecting.selection import select_perturbation, stage_1_mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 

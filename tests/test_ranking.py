@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.ranking import Candidates, by_bound, by_defence, by_score
+from vllm_kvselect.selecting.ranking import Candidates, by_bound, by_defence, by_score
 
 
 def candidates() -> Candidates:

@@ -7,8 +7,8 @@ import pytest
 
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.methods.registry import METHODS, scorer_named
-from vllm_kvselect.ranking import RANKINGS
 from vllm_kvselect.scoring.observer import Observer
+from vllm_kvselect.selecting.ranking import RANKINGS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "methods.md"
 

@@ -12,9 +12,9 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from vllm_kvselect import __version__
+from vllm_kvselect.analysis.command import analyze, parse_number
+from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.evaluation.command import analyze, parse_number
-from vllm_kvselect.evaluation.errors import EvaluationError
 from vllm_kvselect.retention import Role, budget_problem, cuts
 from vllm_kvselect.tiny_model import TinyModelError, tiny_model
 from vllm_kvselect.top import Snapshot, TopError, render, watch

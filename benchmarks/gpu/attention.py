@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _timing import copy_bandwidth, median_time
 
 from vllm_kvselect.kernels import cuda
-from vllm_kvselect.page_table import PageTable
+from vllm_kvselect.paging.page_table import PageTable
 
 KV_HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 8, 4, 128, 16
 ENTRY_BYTES = 2 * HEAD_SIZE * 2
@@ -80,7 +80,7 @@ def stock(batch: int, length: int) -> Callable[[], object]:
 
 def one_head(batch: int, length: int, uneven: bool) -> Callable[[], object]:
     """The view's call, after the kernel that builds its page table."""
-    from vllm_kvselect.engine.cuda_impl import one_head_view
+    from vllm_kvselect.engine.cuda.layer import one_head_view
 
     num_packed = length // BLOCK_SIZE
     cache = random_cache(1 + batch * (num_packed + 1))

@@ -19,8 +19,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from tests import oracle
 from tests.engine.flash_attention import FP8, PADDING, attention
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.flash_attention import HeadwiseFlashAttentionBackend
-from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.engine.cuda.flash_attention import HeadwiseFlashAttentionBackend
+from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.request import Request as LiveRequest
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.methods.registry import METHODS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvselect.engine.cpu_backend import HeadwiseCPUAttentionImpl
+from vllm_kvselect.engine.cpu.backend import HeadwiseCPUAttentionImpl
 from vllm_kvselect.engine.step.packing import Packing
 
 

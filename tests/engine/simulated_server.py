@@ -30,10 +30,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.engine.tagged_worker import NUM_KV_HEADS, TaggedWorker, retained_blocks
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.checks import may_pool
-from vllm_kvselect.engine.integrity import find_violations
-from vllm_kvselect.engine.pool_scheduler import PoolAsyncScheduler, PoolScheduler
-from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.engine.frontend.checks import may_pool
+from vllm_kvselect.engine.scheduler.integrity import find_violations
+from vllm_kvselect.engine.scheduler.pool_scheduler import PoolAsyncScheduler, PoolScheduler
+from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.tiny_model import tiny_model
 
 MAX_MODEL_LEN = 160

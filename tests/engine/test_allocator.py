@@ -8,12 +8,12 @@ import pytest
 
 FAULTS = """
 import resource, sys, torch
-from vllm_kvselect.engine.allocator import keep_freed_memory
+from vllm_kvselect.engine.cpu.allocator import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory() is (sys.argv[2] == "asked")
 if sys.argv[1] == "worker":
-    from vllm_kvselect.engine.cpu_worker import EvictionCPUWorker
-    from vllm_kvselect.engine.worker import EvictionWorker
+    from vllm_kvselect.engine.cpu.worker import EvictionCPUWorker
+    from vllm_kvselect.engine.step.worker import EvictionWorker
     EvictionWorker.load_model = lambda self: None  # there is no model to load
     EvictionCPUWorker.load_model(EvictionCPUWorker.__new__(EvictionCPUWorker))
 def layer():

@@ -12,8 +12,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine import arguments, report
-from vllm_kvselect.engine.checked_scheduler import CheckedScheduler
+from vllm_kvselect.engine.frontend import arguments
+from vllm_kvselect.engine.frontend import start_up as report
+from vllm_kvselect.engine.scheduler.checked_scheduler import CheckedScheduler
 from vllm_kvselect.tiny_model import tiny_model
 
 NONE_BUT_CHOICE = ("--kv-eviction", "none", "--kv-eviction-allow-override")

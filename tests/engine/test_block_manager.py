@@ -13,10 +13,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine import block_manager
-from vllm_kvselect.engine.block_manager import HeadwiseManager
-from vllm_kvselect.engine.integrity import find_violations
-from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.engine.scheduler import block_manager
+from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
+from vllm_kvselect.engine.scheduler.integrity import find_violations
+from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.retention import Cut, Cuts, cuts
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64

@@ -22,13 +22,15 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine import arguments, platforms, report
-from vllm_kvselect.engine.arguments import choose_scheduler
-from vllm_kvselect.engine.checks import refuse_unsupported, settings_problems
+from vllm_kvselect.engine import platforms
+from vllm_kvselect.engine.frontend import arguments
+from vllm_kvselect.engine.frontend import start_up as report
+from vllm_kvselect.engine.frontend.arguments import choose_scheduler
+from vllm_kvselect.engine.frontend.checks import refuse_unsupported, settings_problems
 from vllm_kvselect.engine.models import layer_types, refuse_mixed_groups
 from vllm_kvselect.engine.platforms import PLATFORMS
-from vllm_kvselect.engine.pool_scheduler import PoolAsyncScheduler, PoolScheduler
-from vllm_kvselect.engine.spec import HeadwiseSpec, WindowSpec
+from vllm_kvselect.engine.scheduler.pool_scheduler import PoolAsyncScheduler, PoolScheduler
+from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, WindowSpec
 from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.tiny_model import tiny_model
 

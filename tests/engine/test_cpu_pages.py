@@ -4,9 +4,9 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
-from vllm_kvselect.compaction import head_pages
-from vllm_kvselect.engine import cpu_pages
-from vllm_kvselect.engine.cpu_pages import PageCodec, one_head_view, write_entries
+from vllm_kvselect.engine.cpu import pages as cpu_pages
+from vllm_kvselect.engine.cpu.pages import PageCodec, one_head_view, write_entries
+from vllm_kvselect.paging.compaction import head_pages
 
 # (instruction set, dtype, block size, head size) as vLLM pairs them.
 KERNELS = [

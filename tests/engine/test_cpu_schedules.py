@@ -7,11 +7,11 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
-from vllm_kvselect.engine import cpu_schedules
-from vllm_kvselect.engine.cpu_schedules import TILE, Schedules
+from vllm_kvselect.engine.cpu import schedules as cpu_schedules
+from vllm_kvselect.engine.cpu.schedules import TILE, Schedules
 from vllm_kvselect.engine.step.page_tables import SettledRows
 from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
-from vllm_kvselect.page_table import PageTable
+from vllm_kvselect.paging.page_table import PageTable
 
 NUM_KV_HEADS, GROUP, HEAD_SIZE = 3, 2, 64
 WIDTH = 8

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_kvselect.engine.cpu_worker import EvictionCPUWorker
+from vllm_kvselect.engine.cpu.worker import EvictionCPUWorker
 from vllm_kvselect.kernels import cpu
 from vllm_kvselect.kernels.base import REFERENCES
 from vllm_kvselect.kernels.build import KernelError

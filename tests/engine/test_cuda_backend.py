@@ -36,13 +36,13 @@ from tests.engine.cuda_layers import (
 )
 from tests.kernels.unsynchronised import unsynchronised
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine.cuda_tables import HeadwiseTables, buffer_bytes
-from vllm_kvselect.engine.flash_attention import HeadwiseFlashAttentionBackend
+from vllm_kvselect.engine.cuda.flash_attention import HeadwiseFlashAttentionBackend
+from vllm_kvselect.engine.cuda.tables import HeadwiseTables, buffer_bytes
+from vllm_kvselect.engine.cuda.triton_attention import HeadwiseTritonAttentionBackend
+from vllm_kvselect.engine.cuda.warm_up import warm_up
 from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.step.split import Split
 from vllm_kvselect.engine.step.state import RetentionState
-from vllm_kvselect.engine.triton_attention import HeadwiseTritonAttentionBackend
-from vllm_kvselect.engine.warm_up import warm_up
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.methods.registry import METHODS
 

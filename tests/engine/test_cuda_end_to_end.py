@@ -15,9 +15,9 @@ from tests.engine import flash_attention
 from tests.engine.conftest import EngineFactory
 from tests.engine.random_models import random_gemma3, random_gpt_oss, random_prompts
 from vllm_kvselect.engine import platforms
-from vllm_kvselect.engine.cpu_worker import EvictionCPUWorker
-from vllm_kvselect.engine.cuda_backend import CudaMetadataBuilder
-from vllm_kvselect.engine.warm_up import warm_up
+from vllm_kvselect.engine.cpu.worker import EvictionCPUWorker
+from vllm_kvselect.engine.cuda.builder import CudaMetadataBuilder
+from vllm_kvselect.engine.cuda.warm_up import warm_up
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
 class FlashAttentionOnCPU(EvictionCPUWorker):
     """vLLM's CPU worker with the backend, and the warm-up, of the CUDA worker."""
 
-    backend = "vllm_kvselect.engine.flash_attention.HeadwiseFlashAttentionBackend"
+    backend = "vllm_kvselect.engine.cuda.flash_attention.HeadwiseFlashAttentionBackend"
 
     def _load_kernels(self) -> Kernels:
         return REFERENCES

@@ -11,9 +11,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvselect.config import CONFIG_KEY, EvictionConfig
-from vllm_kvselect.engine.cuda_tables import HeadwiseTables
-from vllm_kvselect.engine.cuda_worker import EvictionGPUWorker
-from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.engine.cuda.tables import HeadwiseTables
+from vllm_kvselect.engine.cuda.worker import EvictionGPUWorker
+from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.request import LiveRequests, Request
 from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import REFERENCES

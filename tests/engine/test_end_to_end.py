@@ -13,8 +13,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.conftest import Engine, EngineFactory, preempting_all
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine import cpu_worker
-from vllm_kvselect.engine.pool_scheduler import PoolScheduler
+from vllm_kvselect.engine.cpu import worker as cpu_worker
+from vllm_kvselect.engine.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvselect.kernels.base import REFERENCES
 from vllm_kvselect.kernels.build import KernelError
 from vllm_kvselect.machine import dtype_name, fast_dtype
@@ -205,7 +205,7 @@ def retain_everything(num_prompt_tokens: int, block_size: int, config: EvictionC
 
 @pytest.fixture
 def everything_retained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_kvselect.engine.block_manager.cuts", retain_everything)
+    monkeypatch.setattr("vllm_kvselect.engine.scheduler.block_manager.cuts", retain_everything)
     monkeypatch.setattr("vllm_kvselect.engine.step.request.cuts", retain_everything)
 
 

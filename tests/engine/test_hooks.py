@@ -35,8 +35,9 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine import arguments, hooks, metrics, requests
-from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.engine import hooks
+from vllm_kvselect.engine.frontend import arguments, metrics, requests
+from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.retention import cuts
 from vllm_kvselect.tiny_model import tiny_model
 

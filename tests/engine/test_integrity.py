@@ -9,9 +9,9 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.engine import FinishReason
 
 from tests.engine.simulated_server import Server, Settings
-from vllm_kvselect.engine.block_manager import HeadwiseManager
-from vllm_kvselect.engine.checked_scheduler import CheckedAsyncScheduler, CheckedScheduler
-from vllm_kvselect.engine.integrity import INVARIANTS, Violation, find_violations
+from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
+from vllm_kvselect.engine.scheduler.checked_scheduler import CheckedAsyncScheduler, CheckedScheduler
+from vllm_kvselect.engine.scheduler.integrity import INVARIANTS, Violation, find_violations
 
 
 class CheckedServer(Server):

@@ -17,9 +17,9 @@ from tests.engine.machine import BlockAccounting
 from tests.engine.simulated_server import IntegrityError, LostError, Server, Settings
 from tests.engine.tagged_worker import WrongEntryError
 from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
-from vllm_kvselect.engine import block_manager
-from vllm_kvselect.engine.block_manager import HeadwiseManager
-from vllm_kvselect.engine.pool_scheduler import PoolScheduler
+from vllm_kvselect.engine.scheduler import block_manager
+from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
+from vllm_kvselect.engine.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvselect.engine.step import request as step_request
 from vllm_kvselect.engine.step import split as step_split
 from vllm_kvselect.engine.step.packing import Packing

@@ -31,9 +31,9 @@ from vllm_kvselect.kernels import cpu
 from vllm_kvselect.kernels.base import REFERENCES
 from vllm_kvselect.methods.choice import retain, retain_pool, score_layer
 from vllm_kvselect.methods.registry import METHODS
-from vllm_kvselect.ranking import Candidates
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
+from vllm_kvselect.selecting.ranking import Candidates
 
 pytestmark = pytest.mark.engine
 PROMPT_LENS = (500, 351, 300)

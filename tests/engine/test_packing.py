@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_kvselect.engine.step.packing import KeptCandidates
-from vllm_kvselect.ranking import Candidates
+from vllm_kvselect.selecting.ranking import Candidates
 
 
 def test_candidates_are_copied_into_one_piece_of_memory() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from tests.engine.simulated_server import Server, Settings
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine import block_manager
-from vllm_kvselect.engine.pool_scheduler import PoolAsyncScheduler, PoolScheduler
+from vllm_kvselect.engine.scheduler import block_manager
+from vllm_kvselect.engine.scheduler.pool_scheduler import PoolAsyncScheduler, PoolScheduler
 from vllm_kvselect.retention import Cut, Cuts
 
 PROMPT = [*range(100)]

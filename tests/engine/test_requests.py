@@ -11,7 +11,7 @@ from vllm.sampling_params import BeamSearchParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.conftest import EngineFactory
-from vllm_kvselect.engine.requests import RequestRefusedError, check_request
+from vllm_kvselect.engine.frontend.requests import RequestRefusedError, check_request
 
 pytestmark = pytest.mark.engine
 SERVER = {"method": "adakv-perturb", "budget": 128}

@@ -16,12 +16,16 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 from tests.engine.random_models import SHAPE
 from vllm_kvselect.config import ConfigError
-from vllm_kvselect.engine.output_projection import (
+from vllm_kvselect.engine.frontend.requests import (
+    RequestRefusedError,
+    check_body,
+    check_projections,
+)
+from vllm_kvselect.engine.step.output_projection import (
     _arguments,
     _in_place_of,
     _named_after_gates,
 )
-from vllm_kvselect.engine.requests import RequestRefusedError, check_body, check_projections
 
 pytestmark = pytest.mark.engine
 SIZES = {**SHAPE, "num_hidden_layers": 2, "max_position_embeddings": 512}

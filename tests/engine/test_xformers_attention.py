@@ -13,11 +13,12 @@ from tests.engine.cuda_layers import Layers, vllm_config
 from tests.engine.flash_attention import attention
 from tests.engine.test_cuda_backend import eviction, mixed_steps
 from vllm_kvselect.config import ConfigError
-from vllm_kvselect.engine import checks, xformers_attention
-from vllm_kvselect.engine.xformers_attention import SplitKAttention
+from vllm_kvselect.engine.cuda import xformers_attention
+from vllm_kvselect.engine.cuda.xformers_attention import SplitKAttention
+from vllm_kvselect.engine.frontend import checks
 from vllm_kvselect.kernels import cuda
 from vllm_kvselect.kernels.base import Kernels
-from vllm_kvselect.page_table import PageTable
+from vllm_kvselect.paging.page_table import PageTable
 
 pytest.importorskip("xformers")
 # The interpreter multiplies bfloat16 by its bits.

@@ -11,9 +11,9 @@ from transformers import (
 )
 
 from tests.evaluation.conftest import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS
-from vllm_kvselect.evaluation.capture import Layer, capture, continue_prompt
-from vllm_kvselect.evaluation.errors import EvaluationError
-from vllm_kvselect.evaluation.perturbation import following_attention, head_outputs
+from vllm_kvselect.analysis.capture import Layer, capture, continue_prompt
+from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.analysis.perturbation import following_attention, head_outputs
 
 TIGHT = {"rtol": 1e-4, "atol": 1e-4}
 

@@ -10,10 +10,10 @@ from matplotlib.image import imread
 from typer.testing import CliRunner, Result
 
 from tests.evaluation.conftest import NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS
+from vllm_kvselect.analysis.analyses import bound
+from vllm_kvselect.analysis.perturbation import theta
+from vllm_kvselect.analysis.settings import ANALYSIS_NAMES, DEFAULTS, AnalysisName
 from vllm_kvselect.cli import app
-from vllm_kvselect.evaluation.analyses import bound
-from vllm_kvselect.evaluation.perturbation import theta
-from vllm_kvselect.evaluation.settings import ANALYSIS_NAMES, DEFAULTS, AnalysisName
 
 FIGURES = {
     "perturbation": {"heads", "layers", "shares"},
@@ -201,7 +201,7 @@ def test_refused_value_is_one_line_on_stderr(options: tuple[str, str], named: st
 
 
 def test_missing_package_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [name for name in sys.modules if name.startswith("vllm_kvselect.evaluation.")]:
+    for module in [name for name in sys.modules if name.startswith("vllm_kvselect.analysis.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run("perturbation")

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from vllm_kvselect.evaluation.figures import Axes, Scale, curves, heat_maps
+from vllm_kvselect.analysis.figures import Axes, Scale, curves, heat_maps
 
 
 @pytest.mark.parametrize("num_panels", [1, 4, 6])

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests import oracle
 from tests.strategies import few
-from vllm_kvselect.evaluation.capture import Layer
-from vllm_kvselect.evaluation.perturbation import (
+from vllm_kvselect.analysis.capture import Layer
+from vllm_kvselect.analysis.perturbation import (
     distance,
     following_attention,
     head_outputs,

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from tests.evaluation.test_retained import LAYERS, make_config, make_prompt
-from vllm_kvselect.evaluation import remembered
-from vllm_kvselect.evaluation.remembered import remembering
-from vllm_kvselect.evaluation.retained import retained_entries
+from vllm_kvselect.analysis import remembered
+from vllm_kvselect.analysis.remembered import remembering
+from vllm_kvselect.analysis.retained import retained_entries
 from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.scoring import value_norms
 

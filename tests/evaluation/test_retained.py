@@ -2,15 +2,15 @@ import pytest
 import torch
 
 from tests import oracle
-from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.evaluation.capture import Layer
-from vllm_kvselect.evaluation.errors import EvaluationError
-from vllm_kvselect.evaluation.retained import (
+from vllm_kvselect.analysis.capture import Layer
+from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.analysis.retained import (
     Prompt,
     retained_entries,
     stage_1_entries,
     tail_entries,
 )
+from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.retention import cuts
 from vllm_kvselect.scoring.value_norms import OutputProjection

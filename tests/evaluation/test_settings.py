@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from vllm_kvselect.evaluation.settings import ANALYSIS_NAMES, DEFAULTS, AnalysisConfig
+from vllm_kvselect.analysis.settings import ANALYSIS_NAMES, DEFAULTS, AnalysisConfig
 
 
 @pytest.mark.parametrize("analysis", ANALYSIS_NAMES)

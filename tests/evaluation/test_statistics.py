@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vllm_kvselect.evaluation.statistics import (
+from vllm_kvselect.analysis.statistics import (
     difference_text,
     interval_text,
     mean_and_error,

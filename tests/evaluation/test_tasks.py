@@ -1,8 +1,8 @@
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from vllm_kvselect.evaluation.errors import EvaluationError
-from vllm_kvselect.evaluation.tasks import (
+from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.analysis.tasks import (
     CUE_LEN,
     PASSAGE_LEN,
     TASKS,
@@ -10,7 +10,7 @@ from vllm_kvselect.evaluation.tasks import (
     pairs,
     passages,
 )
-from vllm_kvselect.evaluation.texts import read_texts
+from vllm_kvselect.analysis.texts import read_texts
 
 TEXTS = [
     "\n\n".join(f"Paragraph {n} of text {t} speaks of matter {n * t + 7}." for n in range(60))

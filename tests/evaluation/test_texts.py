@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvselect.evaluation.errors import EvaluationError
-from vllm_kvselect.evaluation.texts import describe, read_texts
+from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.analysis.texts import describe, read_texts
 
 
 def test_folder_is_read_in_order_and_only_texts(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.strategies import scoring_inputs
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cuda
 from vllm_kvselect.kernels.triton.pruning import needed_value_norms
-from vllm_kvselect.page_table import PageTable
+from vllm_kvselect.paging.page_table import PageTable
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 KV_HEADS, GROUP, HIDDEN_SIZE, NUM_TOKENS, BLOCK_SIZE = 8, 4, 4096, 8192, 16

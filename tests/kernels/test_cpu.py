@@ -22,15 +22,16 @@ from tests.strategies import (
     shapes,
     some,
 )
-from vllm_kvselect import allocation, compaction, selection
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cpu, tiers
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.machine import fast_dtype
 from vllm_kvselect.methods.choice import retain
 from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.paging import compaction
 from vllm_kvselect.scoring import snapkv, value_norms
 from vllm_kvselect.scoring.value_norms import OutputProjection
+from vllm_kvselect.selecting import allocation, selection
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TIERS = ["float32"] if fast_dtype() == torch.float32 else ["native", "float32"]

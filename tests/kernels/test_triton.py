@@ -27,13 +27,14 @@ from tests.strategies import (
     shapes,
 )
 from tests.test_page_table import Batch, batches
-from vllm_kvselect import allocation, compaction, page_table, selection
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.methods.choice import retain
 from vllm_kvselect.methods.registry import METHODS
-from vllm_kvselect.page_table import PageTable
+from vllm_kvselect.paging import compaction, page_table
+from vllm_kvselect.paging.page_table import PageTable
 from vllm_kvselect.scoring import snapkv, value_norms
 from vllm_kvselect.scoring.value_norms import OutputProjection
+from vllm_kvselect.selecting import allocation, selection
 
 pytest.importorskip("triton")
 from vllm_kvselect.kernels import cuda

@@ -103,7 +103,7 @@ def hook_arguments(unknown: list[str]) -> None:
 
     @functools.wraps(add_cli_args)
     def add_cli_args_hook(parser: Any) -> Any:
-        from vllm_kvselect.engine import arguments
+        from vllm_kvselect.engine.frontend import arguments
 
         parser = add_cli_args(parser)
         arguments.add_cli_args(parser)
@@ -111,7 +111,7 @@ def hook_arguments(unknown: list[str]) -> None:
 
     @functools.wraps(from_cli_args)
     def from_cli_args_hook(cls: type[EngineArgs], args: Any) -> EngineArgs:
-        from vllm_kvselect.engine import arguments
+        from vllm_kvselect.engine.frontend import arguments
 
         engine_args = from_cli_args(cls, args)
         arguments.from_cli_args(engine_args, args)
@@ -119,7 +119,7 @@ def hook_arguments(unknown: list[str]) -> None:
 
     @functools.wraps(create_engine_config)
     def create_engine_config_hook(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        from vllm_kvselect.engine import arguments
+        from vllm_kvselect.engine.frontend import arguments
 
         if unknown and arguments.requested(self) is not None:
             raise ConfigError(unknown_vllm(unknown))
@@ -217,7 +217,7 @@ def hook_requests() -> None:
     def generate_hook(
         self: AsyncLLM, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        from vllm_kvselect.engine import requests
+        from vllm_kvselect.engine.frontend import requests
 
         requests.check_request(self, prompt, sampling_params)
         return generate(self, prompt, sampling_params, *args, **kwargs)
@@ -226,7 +226,7 @@ def hook_requests() -> None:
     def add_request_hook(
         self: LLMEngine, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        from vllm_kvselect.engine import requests
+        from vllm_kvselect.engine.frontend import requests
 
         requests.check_request(self, prompt, params)
         return add_request(self, request_id, prompt, params, *args, **kwargs)
@@ -235,7 +235,7 @@ def hook_requests() -> None:
     async def add_request_async_hook(
         self: AsyncLLM, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        from vllm_kvselect.engine import requests
+        from vllm_kvselect.engine.frontend import requests
 
         await requests.check_projections(self, prompt, params)
         return await add_request_async(self, request_id, prompt, params, *args, **kwargs)
@@ -254,7 +254,7 @@ def hook_bodies() -> None:
 
     @functools.wraps(check_model)
     async def check_model_hook(self: BaseServing, request: Any) -> Any:
-        from vllm_kvselect.engine import requests
+        from vllm_kvselect.engine.frontend import requests
 
         if (engine := getattr(self, "engine_client", None)) is not None:
             await requests.check_body(engine, request)
@@ -273,7 +273,7 @@ def hook_stat_loggers() -> None:
 
     @functools.wraps(init)
     def init_hook(self: StatLoggerManager, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        from vllm_kvselect.engine import metrics
+        from vllm_kvselect.engine.frontend import metrics
 
         init(self, vllm_config, *args, **kwargs)
         # First in the list, because it takes its reports out of what vLLM's own loggers read. Made

@@ -4,7 +4,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine.spec import HeadwiseSpec, WindowSpec
+from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, WindowSpec
 
 _FULL_OR_SLIDING = ("full_attention", "sliding_attention")
 _WINDOW_FIELDS = (

@@ -34,9 +34,9 @@ class Platform:
 PLATFORMS: dict[str, Platform] = {
     "cpu": Platform(
         stock_worker="vllm.v1.worker.cpu_worker.CPUWorker",
-        worker=f"{_ENGINE}.cpu_worker.EvictionCPUWorker",
+        worker=f"{_ENGINE}.cpu.worker.EvictionCPUWorker",
         backends={
-            AttentionBackendEnum.CPU_ATTN: f"{_ENGINE}.cpu_backend.HeadwiseCPUAttentionBackend"
+            AttentionBackendEnum.CPU_ATTN: f"{_ENGINE}.cpu.backend.HeadwiseCPUAttentionBackend"
         },
         block_multiple=32,
         # The smallest block of the kernel's tiles: packed budgets waste the least in it.
@@ -44,13 +44,13 @@ PLATFORMS: dict[str, Platform] = {
     ),
     "cuda": Platform(
         stock_worker="vllm.v1.worker.gpu_worker.Worker",
-        worker=f"{_ENGINE}.cuda_worker.EvictionGPUWorker",
+        worker=f"{_ENGINE}.cuda.worker.EvictionGPUWorker",
         backends={
             AttentionBackendEnum.FLASH_ATTN: (
-                f"{_ENGINE}.flash_attention.HeadwiseFlashAttentionBackend"
+                f"{_ENGINE}.cuda.flash_attention.HeadwiseFlashAttentionBackend"
             ),
             AttentionBackendEnum.TRITON_ATTN: (
-                f"{_ENGINE}.triton_attention.HeadwiseTritonAttentionBackend"
+                f"{_ENGINE}.cuda.triton_attention.HeadwiseTritonAttentionBackend"
             ),
         },
         block_multiple=16,

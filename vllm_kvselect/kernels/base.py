@@ -10,12 +10,13 @@ from typing import Protocol
 
 import torch
 
-from vllm_kvselect import allocation, compaction, page_table, pruning, selection
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.page_table import PageTable
+from vllm_kvselect.paging import compaction, page_table
+from vllm_kvselect.paging.page_table import PageTable
 from vllm_kvselect.scoring import snapkv, value_norms
 from vllm_kvselect.scoring.inputs import Scorer
 from vllm_kvselect.scoring.value_norms import OutputProjection
+from vllm_kvselect.selecting import allocation, pruning, selection
 
 Allocator = Callable[[torch.Tensor, int, int, EvictionConfig], torch.Tensor]
 """`(ranking, num_packed, block_size, config)` -> pages per head `[num_kv_heads]`."""

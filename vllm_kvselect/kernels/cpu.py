@@ -17,7 +17,6 @@ from functools import cache
 
 import torch
 
-from vllm_kvselect import allocation, pruning, selection
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.kernels.build import load_library
@@ -26,6 +25,7 @@ from vllm_kvselect.scoring import snapkv
 from vllm_kvselect.scoring import value_norms as references
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
+from vllm_kvselect.selecting import allocation, pruning, selection
 
 
 @cache

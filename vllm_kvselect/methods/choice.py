@@ -5,15 +5,15 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_kvselect.allocation import pyramid_blocks
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.base import REFERENCES, Allocator, Kernels
 from vllm_kvselect.methods.registry import METHODS, Method, scorer_named
-from vllm_kvselect.ranking import RANKINGS, Candidates
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.observer import Observer
 from vllm_kvselect.scoring.value_norms import OutputProjection
-from vllm_kvselect.selection import stage_2_keys
+from vllm_kvselect.selecting.allocation import pyramid_blocks
+from vllm_kvselect.selecting.ranking import RANKINGS, Candidates
+from vllm_kvselect.selecting.selection import stage_2_keys
 
 
 class Retention(NamedTuple):

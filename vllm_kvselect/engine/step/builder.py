@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_kvselect.engine.spec import HeadwiseSpec
+from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.memory import refuse_scattered_layers
 from vllm_kvselect.engine.step.request import RequestsOf
 from vllm_kvselect.engine.step.split import Splitter, StockPart

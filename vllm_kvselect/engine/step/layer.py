@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionLayer
 
-from vllm_kvselect.compaction import head_pages, retained_slots
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.step.packing import Packing
 from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
 from vllm_kvselect.engine.step.split import Completion, Observation, Part, Split, StockPart
 from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
-from vllm_kvselect.page_table import PageTable
+from vllm_kvselect.paging.compaction import head_pages, retained_slots
+from vllm_kvselect.paging.page_table import PageTable
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
 

@@ -4,7 +4,6 @@ from typing import Protocol
 
 import torch
 
-from vllm_kvselect.compaction import head_pages, packed_slots, pool_slots, retained_slots
 from vllm_kvselect.engine.step.memory import all_layers
 from vllm_kvselect.engine.step.request import Phase, Request
 from vllm_kvselect.engine.step.state import RetentionState
@@ -16,9 +15,10 @@ from vllm_kvselect.methods.choice import (
     retain_pool,
     score_layer,
 )
-from vllm_kvselect.ranking import Candidates
+from vllm_kvselect.paging.compaction import head_pages, packed_slots, pool_slots, retained_slots
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
+from vllm_kvselect.selecting.ranking import Candidates
 
 
 class PackingLayer(Protocol):

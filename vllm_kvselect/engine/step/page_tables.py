@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvselect.engine.step.state import RetentionState
-from vllm_kvselect.page_table import PageTable, headwise_page_table
+from vllm_kvselect.paging.page_table import PageTable, headwise_page_table
 
 
 @dataclass

@@ -19,7 +19,7 @@ from vllm_kvselect.engine.step.rows import (
     start_loc,
     token_indices,
 )
-from vllm_kvselect.page_table import PageTable
+from vllm_kvselect.paging.page_table import PageTable
 
 
 class Call(NamedTuple):

@@ -18,7 +18,7 @@ from vllm_kvselect.engine.step.request import Request, RequestsOf
 from vllm_kvselect.engine.step.rows import Rows, Tokens, on_device, start_loc, token_indices
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch, headwise_batch
 from vllm_kvselect.engine.step.state import RetentionState
-from vllm_kvselect.page_table import PageTable
+from vllm_kvselect.paging.page_table import PageTable
 from vllm_kvselect.scoring.observer import Observer
 
 

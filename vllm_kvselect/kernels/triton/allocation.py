@@ -1,4 +1,4 @@
-"""Allocation; `adaptive_pages` and `shared_pages` of `vllm_kvselect/allocation.py`.
+"""Allocation; `adaptive_pages` and `shared_pages` of `vllm_kvselect/selecting/allocation.py`.
 
 One search over all heads needs all SMs, and so a launch for every digit of its keys.
 """
@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_kvselect import allocation
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.triton.ordering import DIGITS, digit_counts, next_digit, sortable
 from vllm_kvselect.kernels.triton.selection import best_mask, rows
+from vllm_kvselect.selecting import allocation
 
 _BLOCK = 2048
 """Tokens of one head in a program, and in a row of the table of ties."""

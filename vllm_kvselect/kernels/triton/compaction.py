@@ -1,4 +1,4 @@
-"""Compaction as a move of bytes, whatever they mean; `vllm_kvselect/compaction.py`.
+"""Compaction as a move of bytes, whatever they mean; `vllm_kvselect/paging/compaction.py`.
 
 Sources and targets overlap, so entries are gathered into a buffer before any is written.
 """

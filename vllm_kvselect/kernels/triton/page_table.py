@@ -1,4 +1,4 @@
-"""Head-wise page tables in buffers that outlive a graph; `vllm_kvselect/page_table.py`.
+"""Head-wise page tables in buffers that outlive a graph; `vllm_kvselect/paging/page_table.py`.
 
 One program a sequence writes the pages that it has: the buffers' width costs nothing.
 """
@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_kvselect import page_table
 from vllm_kvselect.kernels.triton.selection import rows
-from vllm_kvselect.page_table import PageTable
+from vllm_kvselect.paging import page_table
+from vllm_kvselect.paging.page_table import PageTable
 
 _BLOCK = 256
 """Pages that a program writes at once."""

@@ -1,4 +1,4 @@
-"""Exact pruning with static shapes; `needed_value_norms` of `vllm_kvselect/pruning.py`.
+"""Exact pruning with static shapes; `needed_value_norms` of `vllm_kvselect/selecting/pruning.py`.
 
 Which tokens are projected, and how many, is known on the device only, and their lists stay there.
 Products are launched for as many tokens as there are; programs behind the end of a list return at
@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_kvselect import pruning
 from vllm_kvselect.kernels.triton.ordering import append, find_cut, sortable, take
 from vllm_kvselect.kernels.triton.products import multiply, padded, tile_size
 from vllm_kvselect.kernels.triton.selection import (
@@ -25,7 +24,8 @@ from vllm_kvselect.kernels.triton.selection import (
 from vllm_kvselect.kernels.triton.value_norms import partial_norms, sum_of_parts
 from vllm_kvselect.kernels.triton.window_attention import DTYPES
 from vllm_kvselect.scoring.value_norms import OutputProjection
-from vllm_kvselect.selection import stage_2_keys
+from vllm_kvselect.selecting import pruning
+from vllm_kvselect.selecting.selection import stage_2_keys
 
 _BLOCK = 256
 """Tokens in a program that joins the parts of norms."""

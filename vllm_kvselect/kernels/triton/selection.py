@@ -1,11 +1,11 @@
-"""Selection, one program a head; `select` and `stage_1_mask` of `vllm_kvselect/selection.py`."""
+"""Selection, one program a head; `select` and `stage_1_mask` of `selecting/selection.py`."""
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_kvselect import selection
 from vllm_kvselect.kernels.triton.ordering import append, find_cut, sortable, take
+from vllm_kvselect.selecting import selection
 
 _LARGEST_BLOCK = 8192
 """Tokens that a program holds at once: 16 a thread."""

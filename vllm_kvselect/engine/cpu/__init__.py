@@ -1,0 +1,1 @@
+"""vLLM's CPU worker and attention, with the one-head view."""

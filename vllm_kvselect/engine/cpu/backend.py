@@ -1,0 +1,136 @@
+"""The CPU attention backend: vLLM's own kernel, called through the one-head view for decoding."""
+
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backend import AttentionLayer
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+
+from vllm_kvselect.engine.cpu.pages import PageCodec, one_head_view, write_entries
+from vllm_kvselect.engine.cpu.schedules import Schedules
+from vllm_kvselect.engine.step.builder import HeadwiseBuilder
+from vllm_kvselect.engine.step.layer import HeadwiseImpl, refuse_layer
+from vllm_kvselect.engine.step.memory import all_layers
+from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
+from vllm_kvselect.engine.step.state import RetentionState
+from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.paging.page_table import PageTable
+
+
+class HeadwiseCPUAttentionBackend(CPUAttentionBackend):
+    """vLLM's CPU backend with our builder and impl; the worker puts it in place."""
+
+    @staticmethod
+    def get_impl_cls() -> type["HeadwiseCPUAttentionImpl"]:
+        """The impl of every full-attention layer."""
+        return HeadwiseCPUAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["HeadwiseCPUMetadataBuilder"]:
+        """The builder of every group of layers."""
+        return HeadwiseCPUMetadataBuilder
+
+
+class HeadwiseCPUMetadataBuilder(HeadwiseBuilder, CPUAttentionMetadataBuilder):
+    """Builds vLLM's metadata, split where prompts end. Stock until `start` is called."""
+
+    def _start_layers(self, layers: list[Any], state: RetentionState, kernels: Kernels) -> None:
+        spec = self.kv_cache_spec
+        codec = PageCodec(self.isa, spec.dtype, spec.block_size, spec.head_size, kernels)
+        schedules = Schedules(self.isa)
+        for index, layer in enumerate(layers):
+            layer.impl.start(index, layer.kv_cache, self.isa, state, codec, schedules, kernels)
+
+
+class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
+    """vLLM's CPU attention, plus selection, packing and the one-head view."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.sliding_window != -1:  # drops nothing, stays vLLM's
+            return
+        refuse_layer(
+            ALiBi=self.alibi_slopes is not None,
+            a_logits_soft_cap=self.logits_soft_cap != 0,
+            a_KV_cache_shared_between_layers=self.kv_sharing_target_layer_name is not None,
+        )
+
+    def start(
+        self,
+        layer_index: int,
+        kv_cache: torch.Tensor,
+        isa: str,
+        state: RetentionState,
+        codec: PageCodec,
+        schedules: Schedules,
+        kernels: Kernels,
+    ) -> None:
+        """Connects the layer to its group.
+
+        Args:
+            layer_index: The layer's place in the group.
+            kv_cache: The layer's cache.
+            isa: Instruction set of the kernel.
+            state: State of the group's layers.
+            codec: Inner order of the pages.
+            schedules: The kernel's work plans.
+            kernels: What computes the parts of a choice.
+        """
+        self._connect(layer_index, kv_cache, state, kernels)
+        self._isa, self._codec, self._schedules = isa, codec, schedules
+        self._key_pages, self._value_pages = one_head_view(all_layers(kv_cache)).chunk(2, dim=2)
+        if self.sinks is not None and self.sinks.dtype != torch.bfloat16:
+            self.sinks = self.sinks.float()  # what else the kernel takes
+
+    def _read_keys(self, pages: torch.Tensor) -> torch.Tensor:
+        return self._codec.read_keys(self.kv_cache, pages)
+
+    def read_values(self, pages: torch.Tensor) -> torch.Tensor:
+        """Values of whole pages in token order, `[num_kv_heads, n, head_size]`."""
+        return self._codec.read_values(self.kv_cache, pages)
+
+    def move_slots(self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves entries from slots to slots of a layer's cache, or of the memory of all layers."""
+        key, value = self._codec.read_entries(cache, sources)
+        write_entries(cache, key, value, targets, self._isa)
+
+    def _table(self, batch: HeadwiseBatch) -> PageTable:
+        layer = self.layer_index
+        if batch.table is not None:
+            return batch.by_layer[layer]
+        only = slice(layer, layer + 1)
+        table = batch.rows.page_table(self._state.offsets, self._codec.block_size, only)
+        return PageTable(table.pages[0], table.seq_lens[0])
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        batch: HeadwiseBatch,
+        call: Call,
+        output: torch.Tensor,
+    ) -> None:
+        attended = output.contiguous()  # as the kernel writes
+        ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=self._key_pages,
+            value_cache=self._value_pages,
+            output=attended,
+            query_start_loc=call.query_start_loc,
+            seq_lens=call.table.seq_lens,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=call.table.pages,
+            softcap=0.0,
+            scheduler_metadata=self._schedules.of(self.layer_index, batch, call, query),
+            s_aux=call.sinks,
+        )
+        if attended is not output:
+            output.copy_(attended)

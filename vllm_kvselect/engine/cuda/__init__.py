@@ -1,0 +1,1 @@
+"""vLLM's CUDA worker and attention backends, with the one-head view."""

@@ -1,0 +1,153 @@
+"""What the CUDA backends' builders have in common: FlashAttention's and Triton's are put behind.
+
+Nothing here waits for the device. What is cut where is decided from what the host knows: prompts,
+their cuts, and lengths that are exact while a prompt is not complete.
+"""
+
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
+
+from vllm_kvselect.config import ConfigError
+from vllm_kvselect.engine.cuda.tables import HeadwiseTables
+from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
+from vllm_kvselect.engine.step.builder import HeadwiseBuilder
+from vllm_kvselect.engine.step.page_tables import SettledRows
+from vllm_kvselect.engine.step.request import Request
+from vllm_kvselect.engine.step.rows import Rows
+from vllm_kvselect.engine.step.split import Split, Splitter
+from vllm_kvselect.engine.step.state import RetentionState
+from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.paging.page_table import PageTable
+
+
+class CudaBackend(AttentionBackend):
+    """What a backend with the one-head view asks of the KV cache; put in front of vLLM's own."""
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """The layout in which the part of a block that holds one head is contiguous."""
+        return (KVCacheLayout.LBHNC,)
+
+
+class DeviceSplitter(Splitter):
+    """Splits batches whose block tables and lengths are on a device."""
+
+    def requests_of_decodes(self, common: CommonAttentionMetadata) -> list[Request] | None:
+        """Requests of a batch of decodes.
+
+        A token of a prompt that drops nothing counts as a decode: it reads the whole cache.
+
+        Args:
+            common: vLLM's metadata.
+
+        Returns:
+            The rows' requests, or None if a row has several tokens or a prompt to be looked at.
+        """
+        if common.max_query_len != 1:
+            return None
+        rows = self._rows(common, self._requests_of(common))
+        before_cut = rows.stock_lens > 0
+        if any(before_cut[row] and each.cut for row, each in enumerate(rows.requests)):
+            return None
+        return rows.requests
+
+    def _seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        bound = common.seq_lens_cpu_upper_bound
+        assert bound is not None
+        return bound
+
+    def _block_id(self, blocks: torch.Tensor, index: int) -> torch.Tensor:
+        return blocks[index : index + 1]
+
+    def _may_wait(self, rows: Rows, row: int) -> bool:
+        return False  # the device chooses while the host goes on
+
+    def _table_of(self, rows: SettledRows) -> PageTable | None:
+        rows.offsets = self._state.offsets.index_select(0, rows.first_packed_blocks)
+        return None
+
+
+class CudaMetadataBuilder(HeadwiseBuilder):
+    """Builds vLLM's metadata, split where prompts end. Stock until `start` is called.
+
+    A graph that holds a whole decode step cannot choose between vLLM's call and the one-head view,
+    so it always holds the view; rows that drop nothing have identity tables there.
+
+    Attributes:
+        tables: Page tables of the group's layers, once started.
+        largest_full_graph: Tokens of the largest step that a graph of its own may hold.
+    """
+
+    block_size: int
+    tables: HeadwiseTables
+    largest_full_graph: int = 0
+    splitter_class = DeviceSplitter
+    supports_update_block_table = False
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> AttentionCGSupport:
+        """Whole graphs for one token a row; mixed batches are split, outside graphs."""
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def _start_layers(self, layers: list[Any], state: RetentionState, kernels: Kernels) -> None:
+        spec = self.kv_cache_spec
+        assert isinstance(spec, HeadwiseSpec)
+        manager_block_size = self.vllm_config.cache_config.block_size
+        if self.block_size != manager_block_size:
+            raise ConfigError(
+                f"kv_eviction cannot use block_size = {manager_block_size}, since the attention "
+                f"kernel takes {self.block_size}; set --block-size {self.block_size}"
+            )
+        compilation = self.vllm_config.compilation_config
+        if compilation.cudagraph_mode.has_full_cudagraphs():
+            self.largest_full_graph = compilation.max_cudagraph_capture_size or 0
+        self.tables = HeadwiseTables(
+            state,
+            self.vllm_config.scheduler_config.max_num_seqs,
+            self.vllm_config.model_config.max_model_len,
+            self.block_size,
+            kernels,
+        )
+        for index, layer in enumerate(layers):
+            dtype = self.vllm_config.model_config.dtype
+            layer.impl.start(index, layer, state, self.tables, dtype, kernels)
+            if spec.eviction.decode_attention == "xformers":
+                layer.impl.take_xformers()
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        """vLLM's metadata where nothing is dropped and no graph may run, else the split batch."""
+        common, splitter = common_attn_metadata, self._splitter
+        assert splitter is None or isinstance(splitter, DeviceSplitter)
+        requests = splitter.requests_of_decodes(common) if splitter else None
+        if requests is None:
+            return super().build(common_prefix_len, common, fast_build)
+        in_graph = self._may_be_in_graph(common)
+        if not in_graph and all(request.cut is None for request in requests):
+            return self._build_stock(common_prefix_len, common, fast_build)
+        num_splits = 1 if envs.VLLM_BATCH_INVARIANT else self._max_num_splits(in_graph)
+        batch = self.tables.decode_batch(requests, common, num_splits)
+        return Split([], [], [], [batch])
+
+    def _max_num_splits(self, in_graph: bool) -> int:
+        """Parts into which the call may cut a sequence; 0 leaves it to the call."""
+        return 0
+
+    def _may_be_in_graph(self, common: CommonAttentionMetadata) -> bool:
+        """Whether a graph of a whole step may be captured or run with this metadata."""
+        return common.num_actual_tokens <= self.largest_full_graph

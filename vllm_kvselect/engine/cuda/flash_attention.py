@@ -1,0 +1,78 @@
+"""FlashAttention, called through the one-head view for decoding."""
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionLayer
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+
+from vllm_kvselect.engine.cuda.builder import CudaBackend, CudaMetadataBuilder
+from vllm_kvselect.engine.cuda.layer import CudaImpl
+from vllm_kvselect.engine.step.layer import refuse_layer
+from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
+
+
+class HeadwiseFlashAttentionBackend(CudaBackend, FlashAttentionBackend):
+    """vLLM's FlashAttention backend with our builder and impl; the worker puts it in place."""
+
+    @staticmethod
+    def get_impl_cls() -> type["HeadwiseFlashAttentionImpl"]:
+        """The impl of every full-attention layer."""
+        return HeadwiseFlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["HeadwiseFlashAttentionMetadataBuilder"]:
+        """The builder of every group of layers."""
+        return HeadwiseFlashAttentionMetadataBuilder
+
+
+class HeadwiseFlashAttentionMetadataBuilder(CudaMetadataBuilder, FlashAttentionMetadataBuilder):
+    """Builds vLLM's metadata, split where prompts end."""
+
+    def _max_num_splits(self, in_graph: bool) -> int:
+        """As vLLM: a bound for what a graph holds, so that its buffers have one."""
+        return int(self.max_num_splits) if in_graph else 0
+
+
+class HeadwiseFlashAttentionImpl(CudaImpl, FlashAttentionImpl):
+    """vLLM's FlashAttention, plus selection, packing and the one-head view."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Its kernel takes blocks of 128 tokens and tables cut to the batch's longest request.
+        refuse_layer(heads_of_256_channels_on_Blackwell=self.fa4_hd256)
+
+    def _attend_pages(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        batch: HeadwiseBatch,
+        call: Call,
+        output: torch.Tensor,
+    ) -> None:
+        # One head, so a scale for every sequence.
+        scales = (len(call.table.seq_lens), 1)
+        flash_attn.flash_attn_varlen_func(
+            q=query,
+            k=self._key_pages,
+            v=self._value_pages,
+            out=output,
+            cu_seqlens_q=call.query_start_loc,
+            max_seqlen_q=batch.max_query_len,
+            seqused_k=call.table.seq_lens,
+            max_seqlen_k=batch.max_seq_len,
+            softmax_scale=self.scale,
+            causal=True,
+            block_table=call.table.pages,
+            fa_version=self.vllm_flash_attn_version,
+            q_descale=layer._q_scale.expand(scales) if self.supports_quant_query_input else None,
+            k_descale=layer._k_scale.expand(scales),
+            v_descale=layer._v_scale.expand(scales),
+            num_splits=batch.num_splits,
+            s_aux=call.sinks,
+        )

@@ -1,0 +1,193 @@
+"""What the CUDA backends' layers have in common: reading and moving entries, the one-head view."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+from vllm.v1.attention.backend import AttentionLayer, AttentionType
+
+from vllm_kvselect.config import ConfigError
+from vllm_kvselect.engine.cuda.tables import HeadwiseTables
+from vllm_kvselect.engine.cuda.xformers_attention import SplitKAttention
+from vllm_kvselect.engine.step.layer import HeadwiseImpl, refuse_layer
+from vllm_kvselect.engine.step.memory import all_layers
+from vllm_kvselect.engine.step.packing import Packing
+from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
+from vllm_kvselect.engine.step.state import RetentionState
+from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.paging.page_table import PageTable
+
+
+def one_head_view(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views the memory of all layers as a paged cache with a single KV head.
+
+    Args:
+        kv_cache: The cache of one of the layers,
+            `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, layout LBHNC.
+        head_size: Elements per key and per value.
+
+    Returns:
+        Keys and values, `[num_layers * num_blocks * num_kv_heads, block_size, 1, head_size]` each,
+        the same memory, with the strides that TMA wants.
+    """
+    pages = all_layers(kv_cache).flatten(0, 1).unsqueeze(2)
+    key, value = pages.split(head_size, dim=-1)
+    return canonicalize_singleton_dim_strides(key), canonicalize_singleton_dim_strides(value)
+
+
+class CudaImpl(HeadwiseImpl):
+    """Selection, packing and the one-head view, put in front of vLLM's impl of a backend.
+
+    A step's entries are in the cache before `forward` is called. With an fp8 cache, what is scored
+    is what attention reads: quantised keys and values, and the queries as they are handed over.
+    """
+
+    alibi_slopes: Any
+    sliding_window: tuple[int, int]
+    logits_soft_cap: float
+    kv_sharing_target_layer_name: str | None
+    attn_type: str
+    kv_cache_dtype: str
+    _split_k: SplitKAttention | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if tuple(self.sliding_window) != (-1, -1):  # drops nothing, stays vLLM's
+            return
+        refuse_layer(
+            ALiBi=self.alibi_slopes is not None,
+            a_logits_soft_cap=self.logits_soft_cap != 0,
+            a_KV_cache_shared_between_layers=self.kv_sharing_target_layer_name is not None,
+            attention_other_than_a_decoder=self.attn_type != AttentionType.DECODER,
+        )
+        self._is_quantized = self.kv_cache_dtype.startswith("fp8")  # others are refused
+
+    def start(
+        self,
+        layer_index: int,
+        layer: Any,
+        state: RetentionState,
+        tables: HeadwiseTables,
+        dtype: torch.dtype,
+        kernels: Kernels,
+    ) -> None:
+        """Connects the layer to its group; called once the cache is allocated and weights loaded.
+
+        Args:
+            layer_index: The layer's place in the group.
+            layer: vLLM's attention layer, with its cache and its scales.
+            state: State of the group's layers.
+            tables: Page tables of the group's layers.
+            dtype: The model's dtype, in which quantised keys and values are scored.
+            kernels: What computes the parts of a choice.
+
+        Raises:
+            ConfigError: If the layer has scales per head.
+        """
+        self._connect(layer_index, layer.kv_cache, state, kernels)
+        self._tables, self._dtype = tables, dtype
+        key, value = one_head_view(layer.kv_cache, self.head_size)
+        if self._is_quantized:
+            if layer._k_scale.numel() != 1 or layer._v_scale.numel() != 1:
+                raise ConfigError(
+                    "kv_eviction does not support an fp8 KV cache with scales per head; serve this "
+                    "checkpoint with --kv-cache-dtype bfloat16"
+                )
+            key, value = (part.view(current_platform.fp8_dtype()) for part in (key, value))
+            self._score_scale *= layer._k_scale_float
+            if layer.query_quant is not None:
+                self._score_scale *= layer._q_scale_float
+            self._value_scale = layer._v_scale_float
+        self._key_pages, self._value_pages = key, value
+
+    def take_xformers(self) -> None:
+        """Takes xformers' kernel for the decode call; called once the layer is started.
+
+        Raises:
+            ConfigError: If the layer has attention sinks, of which that kernel knows nothing.
+        """
+        if self.sinks is not None:
+            raise ConfigError(
+                "xformers does not support layers with attention sinks; leave decode_attention out"
+            )
+        self._split_k = SplitKAttention(self._key_pages, self._value_pages, self.scale)
+
+    def _table(self, batch: HeadwiseBatch) -> PageTable:
+        return self._tables.of_layer(self.layer_index, batch.rows)
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        batch: HeadwiseBatch,
+        call: Call,
+        output: torch.Tensor,
+    ) -> None:
+        if self._split_k is not None and batch.max_query_len == 1:
+            self._split_k(query, call.table, batch.max_seq_len, output)
+        else:
+            self._attend_pages(layer, query, batch, call, output)
+
+    @abstractmethod
+    def _attend_pages(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        batch: HeadwiseBatch,
+        call: Call,
+        output: torch.Tensor,
+    ) -> None:
+        """vLLM's call of the backend; arguments as in `_attend`."""
+
+    def _at_hand(
+        self, key: torch.Tensor, value: torch.Tensor, tokens: slice
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if self._is_quantized else super()._at_hand(key, value, tokens)
+
+    def _scored_queries(self, query: torch.Tensor) -> torch.Tensor:
+        return query.to(self._dtype)
+
+    def _read_keys(self, pages: torch.Tensor) -> torch.Tensor:
+        return self._entries(pages)[0]
+
+    def read_values(self, pages: torch.Tensor) -> torch.Tensor:
+        """Values of whole pages in token order, `[num_kv_heads, n, head_size]`."""
+        return self._entries(pages)[1]
+
+    def _read(self, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._entries(packing.pages)
+
+    def _entries(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys, up to their scale, and values of whole pages in token order.
+
+        Args:
+            pages: Page ids of each head, `[num_kv_heads, n]` int64.
+
+        Returns:
+            `[num_kv_heads, n * block_size, head_size]` each, in the model's dtype.
+        """
+        width = self.kv_cache.shape[-1]
+        read = self.kv_cache.flatten(0, 1).index_select(0, pages.flatten())
+        key, value = read.view(len(pages), -1, width).split(self.head_size, dim=-1)
+        if not self._is_quantized:
+            return key, value
+        key, value = (
+            part.view(current_platform.fp8_dtype()).to(self._dtype) for part in (key, value)
+        )
+        return key, value.mul_(self._value_scale)
+
+    def move_entries(self, retained: torch.Tensor, packing: Packing) -> None:
+        """Moves what this layer retains into the packed blocks."""
+        entries = self.kernels.gather_from_blocks(
+            self.kv_cache, packing.blocks, retained, packing.num_competing
+        )
+        self.kernels.scatter_entries(self.kv_cache, packing.slots, entries)
+
+    def move_slots(self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves entries from slots to slots of a layer's cache, or of the memory of all layers."""
+        # One head whose tokens are the slots.
+        slots = cache.view(1, -1, cache.shape[-1])
+        entries = self.kernels.gather_entries(slots, sources, slots.shape[1])
+        self.kernels.scatter_entries(cache, targets, entries)

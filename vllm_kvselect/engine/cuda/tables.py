@@ -1,0 +1,142 @@
+"""Head-wise page tables on a device: one pair of buffers for all layers and all graphs."""
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_kvselect.engine.step.page_tables import SettledRows
+from vllm_kvselect.engine.step.request import Request
+from vllm_kvselect.engine.step.sequences import HeadwiseBatch
+from vllm_kvselect.engine.step.state import RetentionState
+from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.paging.page_table import PageTable
+
+
+def table_width(max_model_len: int, block_size: int) -> int:
+    """Pages that a head has at most: no more than its request has blocks.
+
+    One more than `max_model_len` fills, for a token that is scheduled before its request ends.
+    """
+    return -(-max_model_len // block_size) + 1
+
+
+def buffer_bytes(
+    max_num_seqs: int, num_kv_heads: int, num_layers: int, max_model_len: int, block_size: int
+) -> int:
+    """Bytes of `HeadwiseTables`; only its smallest part grows with the number of layers."""
+    table = num_kv_heads * (table_width(max_model_len, block_size) + 2)
+    offsets = num_layers * (num_kv_heads + 1)
+    return 4 * (max_num_seqs * (table + offsets + 4) + 1)
+
+
+class HeadwiseTables:
+    """Buffers that page tables are built in, layer by layer, and what they are built from.
+
+    A captured graph reads these tensors again and again. `decode_batch` refills what differs from
+    step to step, outside graphs; `of_layer` launches one kernel, and may be captured.
+
+    Args:
+        state: State of the group's layers.
+        max_num_seqs: Requests that run at once.
+        max_model_len: Longest request.
+        block_size: Tokens per block.
+        kernels: What computes the parts of a choice.
+    """
+
+    def __init__(
+        self,
+        state: RetentionState,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        kernels: Kernels,
+    ) -> None:
+        self._state, self._block_size = state, block_size
+        self._build = kernels.headwise_page_table
+        num_layers, num_offsets = state.offsets.shape[1:]
+        self.num_kv_heads = num_offsets - 1
+        num_sequences = max_num_seqs * self.num_kv_heads
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=state.offsets.device)
+
+        self._pages = zeros(1, num_sequences, table_width(max_model_len, block_size))
+        self._lengths = zeros(1, num_sequences)
+        self._cuts = zeros(2, max_num_seqs)
+        self._blocks = zeros(max_num_seqs, dtype=torch.int64)
+        self._offsets = zeros(max_num_seqs, num_layers, num_offsets)
+        self._query_start_loc = torch.arange(
+            num_sequences + 1, dtype=torch.int32, device=state.offsets.device
+        )
+
+    def decode_batch(
+        self, requests: list[Request], common: CommonAttentionMetadata, num_splits: int
+    ) -> HeadwiseBatch:
+        """A batch of one token a row, none of them in a prompt that needs to be looked at.
+
+        Rows without a cut, and those that pad the batch to a captured size, get the identity
+        table: no packed pages, which is what the state has for the null block.
+
+        Args:
+            requests: The rows' requests.
+            common: vLLM's metadata; its tensors are those that a graph has captured.
+            num_splits: As in `HeadwiseBatch`.
+
+        Returns:
+            All rows, in buffers of this object.
+        """
+        num_rows = common.num_reqs
+        host = np.zeros((2, num_rows), dtype=np.int32)
+        for row, request in enumerate(requests):
+            if request.cut is not None:
+                host[:, row] = request.cut.first_packed, request.cut.tail_start
+        cuts = self._cuts[:, :num_rows]
+        cuts.copy_(async_tensor_h2d(host, cuts.device))
+        first_packed, tail_start = cuts
+        table, blocks = common.block_table_tensor, self._blocks[:num_rows]
+        # A cut's tail never starts at block 0; block 0 of the pool is the null block.
+        torch.mul(table.gather(1, first_packed[:, None].long())[:, 0], tail_start > 0, out=blocks)
+        offsets = self._offsets[:num_rows]
+        torch.index_select(self._state.offsets, 0, blocks, out=offsets)
+        return HeadwiseBatch(
+            tokens=slice(0, num_rows),
+            pairs=(slice(0, num_rows),),
+            query_start_loc=self._query_start_loc[: num_rows * self.num_kv_heads + 1],
+            max_query_len=1,
+            max_seq_len=common.max_seq_len,
+            rows=SettledRows(table, common.seq_lens, first_packed, tail_start, blocks, offsets),
+            table=None,
+            num_splits=num_splits,
+        )
+
+    def of_layer(self, index: int, rows: SettledRows) -> PageTable:
+        """Builds the page table of one layer, in the buffers that all layers use.
+
+        Args:
+            index: The layer's place in the group.
+            rows: The rows; their state is complete in this layer.
+
+        Returns:
+            `[num_rows * num_kv_heads, width]` pages and their lengths.
+        """
+        num_sequences = len(rows.seq_lens) * self.num_kv_heads
+        out = PageTable(self._pages[:, :num_sequences], self._lengths[:, :num_sequences])
+        if rows.offsets is not None:
+            # Strides are the same for any number of rows: a captured launch compiles nothing.
+            offsets = rows.offsets.transpose(0, 1)[index : index + 1]
+        else:
+            of_layer = self._state.offsets[:, index]
+            offsets = of_layer.index_select(0, rows.first_packed_blocks).unsqueeze(0)
+        table = self._build(
+            rows.block_table,
+            rows.seq_lens,
+            rows.first_packed,
+            rows.tail_start,
+            offsets,
+            self._block_size,
+            len(self._state.offsets),
+            index,
+            out,
+        )
+        return PageTable(table.pages[0], table.seq_lens[0])

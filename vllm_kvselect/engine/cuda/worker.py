@@ -1,0 +1,100 @@
+"""EvictionGPUWorker: vLLM's CUDA worker with eviction."""
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_kvselect.engine.cuda.builder import CudaMetadataBuilder
+from vllm_kvselect.engine.cuda.tables import buffer_bytes
+from vllm_kvselect.engine.cuda.warm_up import warm_up
+from vllm_kvselect.engine.frontend.checks import may_pool
+from vllm_kvselect.engine.hooks import hook_full_graphs
+from vllm_kvselect.engine.platforms import PLATFORMS
+from vllm_kvselect.engine.refusal import notes_refusals
+from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
+from vllm_kvselect.engine.step.worker import EvictionWorker
+from vllm_kvselect.kernels.base import Kernels
+
+logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
+
+
+class EvictionGPUWorker(EvictionWorker, Worker):
+    """Runs the model with eviction. Only engines that ask for eviction use this worker."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.replaces = self.vllm_config.attention_config.backend
+        self.backend = PLATFORMS["cuda"].backends[self.replaces]
+        self._is_prefilling = False
+
+    def _load_kernels(self) -> Kernels:
+        # Imports Triton, which only this worker needs.
+        from vllm_kvselect.kernels import cuda
+
+        return cuda.KERNELS
+
+    def determine_available_memory(self) -> int:
+        """vLLM's, less what page tables and selection take beside the KV cache.
+
+        A size that the user gave is left as it is.
+        """
+        available: int = super().determine_available_memory()
+        if self.cache_config.kv_cache_memory_bytes is not None:
+            return available
+        reserved = self._reserved_bytes(available)
+        logger.info("KV eviction keeps %.2f GiB of the KV cache's memory", reserved / 2**30)
+        return available - reserved
+
+    @notes_refusals
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocates the KV cache and connects layers; packing keeps out of full graphs."""
+        super().initialize_from_config(kv_cache_config)
+        hook_full_graphs(self.model_runner, lambda: self._is_prefilling)
+
+    @notes_refusals
+    def compile_or_warm_up_model(self) -> Any:
+        """Launches every kernel once before graphs are captured, then as vLLM."""
+        for builder in self._builders:
+            assert isinstance(builder, CudaMetadataBuilder)
+            warm_up(builder, self._methods(), self._eviction)
+        return super().compile_or_warm_up_model()
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """vLLM's step; what computes a prompt that drops entries keeps out of full graphs."""
+        try:
+            return super().execute_model(scheduler_output)
+        finally:
+            self._is_prefilling = False
+
+    def _begin_step(self, scheduled: SchedulerOutput) -> None:
+        super()._begin_step(scheduled)
+        self._is_prefilling = self._requests.prefilling(scheduled)
+
+    def _reserved_bytes(self, available: int) -> int:
+        """Bytes of page tables, of the state and of what selection computes at once.
+
+        The latter is that of the longest prompt: its keys and values, read from the cache, and
+        about twelve numbers for each of its tokens and heads, more where layers wait for each
+        other.
+        """
+        specs = [spec for spec in self.get_kv_cache_spec().values() if type(spec) is HeadwiseSpec]
+        if not specs:
+            return 0
+        spec, num_layers = specs[0], len(specs)
+        scheduler, model = self.vllm_config.scheduler_config, self.model_config
+        tables = buffer_bytes(
+            scheduler.max_num_seqs,
+            spec.num_kv_heads,
+            num_layers,
+            model.max_model_len,
+            spec.block_size,
+        )
+        block = 4 * num_layers * (spec.num_kv_heads + 1)
+        state = available // (num_layers * spec.page_size_bytes + block) * block
+        entries = spec.num_kv_heads * model.max_model_len
+        read = 2 * spec.head_size * entries * (2 + model.dtype.itemsize)
+        numbers = 12 + (4 * num_layers if may_pool(self._eviction) else 0)
+        return tables + state + read + 4 * numbers * entries

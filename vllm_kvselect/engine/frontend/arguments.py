@@ -1,0 +1,189 @@
+"""From the command line or `additional_config` to a checked configuration of the whole engine.
+
+`add_cli_args`, `from_cli_args`, `before_engine_config` and `after_engine_config` are the four
+points of patches/0001 at which vLLM would call a plugin.
+"""
+
+import argparse
+from typing import Any
+
+from vllm.config import SchedulerConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_kvselect.config import CONFIG_KEY, METHOD_NAMES, ConfigError, EvictionConfig
+from vllm_kvselect.engine import refusal
+from vllm_kvselect.engine.frontend import start_up as report
+from vllm_kvselect.engine.frontend.checks import may_pool, refuse_unsupported
+from vllm_kvselect.engine.frontend.options import add_cli_args as add_cli_args
+from vllm_kvselect.engine.frontend.options import given_options
+from vllm_kvselect.engine.platforms import PLATFORMS, platform, platform_name
+
+_ENGINE = "vllm_kvselect.engine"
+_POOL_SCHEDULERS = {
+    False: f"{_ENGINE}.scheduler.pool_scheduler.PoolScheduler",
+    True: f"{_ENGINE}.scheduler.pool_scheduler.PoolAsyncScheduler",
+}
+_CHECKED_SCHEDULERS = {
+    False: f"{_ENGINE}.scheduler.checked_scheduler.CheckedScheduler",
+    True: f"{_ENGINE}.scheduler.checked_scheduler.CheckedAsyncScheduler",
+}
+
+
+def from_cli_args(engine_args: EngineArgs, args: argparse.Namespace) -> None:
+    """Hands the options to the engine: they travel to every process in `additional_config`.
+
+    With several API servers vLLM gives each of them the command line before it loads plugins there,
+    so the options are written there too, as if they had come in `--additional-config`.
+
+    Args:
+        engine_args: vLLM's engine arguments, changed in place.
+        args: The parsed command line, changed in place.
+
+    Raises:
+        ConfigError: If the file is unreadable, an option is given without a method, or
+            `--additional-config` says something else.
+    """
+    options = given_options(args)
+    path, additional = getattr(args, "kv_eviction_config", None), engine_args.additional_config
+    settings = _settings(additional)
+    if options or path is not None or settings is not None:
+        refusal.end_with_one_line()
+    if not options and path is None:
+        return
+    if additional and not isinstance(additional, dict):
+        raise ConfigError(
+            f"additional_config = {additional!r} must be a mapping beside --kv-eviction, whose "
+            "settings travel in it"
+        )
+    if path is not None:
+        options = EvictionConfig.read_file(path) | options
+    elif settings is None:
+        _refuse_without_a_method(options)
+    args.additional_config = {
+        **(additional or {}),
+        CONFIG_KEY: _merged(_mapping(settings or {}), options),
+    }
+    engine_args.additional_config = args.additional_config
+
+
+def _refuse_without_a_method(options: dict[str, Any]) -> None:
+    if "method" in options:
+        return
+    names = ", ".join(f"--kv-eviction-{name.replace('_', '-')}" for name in options)
+    raise ConfigError(
+        f"{names} has no effect without --kv-eviction; accepted methods: {', '.join(METHOD_NAMES)}"
+    )
+
+
+def _merged(settings: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """What `--additional-config` and the options say together.
+
+    Neither wins over the other, because neither is known to be what the user meant.
+
+    Raises:
+        ConfigError: If they contradict each other.
+    """
+    for name in settings.keys() & options.keys():
+        # An int and the float that equals it are different budgets: 1 entry, and all of the prompt.
+        if repr(settings[name]) != repr(options[name]):
+            raise ConfigError(
+                f"{name} = {options[name]!r} by --kv-eviction... contradicts "
+                f"additional_config[{CONFIG_KEY!r}][{name!r}] = {settings[name]!r}; give it once"
+            )
+    return settings | options
+
+
+def requested(engine_args: EngineArgs) -> EvictionConfig | None:
+    """The eviction that an engine is asked for.
+
+    Args:
+        engine_args: vLLM's engine arguments.
+
+    Returns:
+        The validated configuration, or None for a stock engine.
+
+    Raises:
+        ConfigError: If the values are not accepted.
+    """
+    return _eviction(engine_args.additional_config)
+
+
+def server_config(vllm_config: VllmConfig) -> EvictionConfig | None:
+    """The eviction of an engine that was configured, or None for a stock one."""
+    return _eviction(vllm_config.additional_config)
+
+
+def _eviction(additional: object) -> EvictionConfig | None:
+    settings = _settings(additional)
+    if settings is None:
+        return None
+    eviction = EvictionConfig.parse(_mapping(settings))
+    return eviction if eviction.may_evict else None
+
+
+def _settings(additional: object) -> object:
+    """What stands under our key, or None; vLLM accepts any object that has a hash instead."""
+    return additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
+
+
+def _mapping(settings: object) -> dict[str, Any]:
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            f"additional_config[{CONFIG_KEY!r}] = {settings!r} must be a mapping such as "
+            '{"method": "adakv-perturb", "budget": 1024}'
+        )
+    return settings
+
+
+def before_engine_config(engine_args: EngineArgs) -> None:
+    """Validates the request and fills in what the user left open.
+
+    Args:
+        engine_args: vLLM's engine arguments, changed in place.
+
+    Raises:
+        ConfigError: If the values are not accepted.
+    """
+    here = platform()
+    if requested(engine_args) is not None and engine_args.block_size is None and here is not None:
+        engine_args.block_size = here.default_block_size
+
+
+def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> None:
+    """Checks vLLM's finished configuration and makes its workers ours.
+
+    Args:
+        engine_args: vLLM's engine arguments.
+        vllm_config: Their configuration, changed in place.
+
+    Raises:
+        ConfigError: If something cannot be honoured.
+    """
+    eviction = requested(engine_args)
+    if eviction is None:
+        return
+    refuse_unsupported(vllm_config, eviction)
+    vllm_config.additional_config[CONFIG_KEY] = eviction.model_dump()
+    here = PLATFORMS[platform_name()]
+    vllm_config.parallel_config.worker_cls = here.worker
+    if platform_name() == "cuda":
+        # One that ours stand in for; on some devices vLLM would prefer another.
+        attention = vllm_config.attention_config
+        attention.backend = attention.backend or next(iter(here.backends))
+    choose_scheduler(vllm_config.scheduler_config, eviction)
+    report.log_start(vllm_config, eviction)
+    refusal.expect_note(vllm_config)
+
+
+def choose_scheduler(scheduling: SchedulerConfig, eviction: EvictionConfig) -> None:
+    """Takes a scheduler of ours where the integrity check or a pool across layers needs one.
+
+    Args:
+        scheduling: vLLM's configuration of the scheduler, changed in place.
+        eviction: The validated configuration.
+    """
+    is_async = bool(scheduling.async_scheduling)
+    if eviction.check_integrity:
+        scheduling.scheduler_cls = _CHECKED_SCHEDULERS[is_async]
+    elif may_pool(eviction) and scheduling.scheduler_cls is None:
+        scheduling.scheduler_cls = _POOL_SCHEDULERS[is_async]

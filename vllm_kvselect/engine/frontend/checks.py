@@ -1,0 +1,175 @@
+"""What eviction cannot honour is refused at start-up, with the reason and what to do."""
+
+from vllm import envs
+from vllm.config import VllmConfig
+
+from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.engine.cuda import xformers_attention
+from vllm_kvselect.engine.models import model_problems, window_problems
+from vllm_kvselect.engine.platforms import PLATFORMS, platform, platform_name
+from vllm_kvselect.machine import dtype_name
+from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.retention import budget_problem
+
+
+def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> None:
+    """Checks a finished configuration of vLLM against what eviction supports.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        eviction: The validated configuration of eviction, enabled.
+
+    Raises:
+        ConfigError: With every reason against it.
+    """
+    problems = [
+        *_platform_problems(vllm_config),
+        *model_problems(vllm_config),
+        *window_problems(vllm_config, eviction),
+        *_feature_problems(vllm_config),
+        *_block_problems(vllm_config),
+        *_provider_problems(vllm_config, eviction),
+        *settings_problems(vllm_config, eviction),
+        *_scheduler_problems(vllm_config, eviction),
+    ]
+    if problems:
+        raise ConfigError("kv_eviction cannot be used here: " + "; ".join(problems))
+
+
+def settings_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    """What stands against a method and a budget, of a server or of a single request.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        eviction: The validated configuration of eviction.
+
+    Returns:
+        One sentence for each problem, with what to do.
+    """
+    return [*_pool_problems(vllm_config, eviction), *_budget_problems(vllm_config, eviction)]
+
+
+def may_pool(eviction: EvictionConfig) -> bool:
+    """Whether a request may run with a method whose layers share pages."""
+    if "method" in eviction.allow_override:
+        return True
+    return eviction.enabled and METHODS[eviction.method].pooled
+
+
+def _platform_problems(vllm_config: VllmConfig) -> list[str]:
+    here = platform()
+    if here is None:
+        accepted = ", ".join(map(repr, PLATFORMS))
+        return [f"platform {platform_name()!r} has no backend yet; accepted: {accepted}"]
+    worker = vllm_config.parallel_config.worker_cls
+    problems = {"cpu": _cpu_problems, "cuda": _cuda_problems}[platform_name()](vllm_config)
+    if worker != here.stock_worker:
+        problems.append(f"worker_cls = {worker!r} replaces the worker; leave it at 'auto'")
+    return problems
+
+
+def _cpu_problems(vllm_config: VllmConfig) -> list[str]:
+    """What stands against the model runner, of which vLLM takes the new one beside triton-cpu."""
+    if not vllm_config.use_v2_model_runner:
+        return []
+    return ["model runner V2 on CPU is not supported yet; set VLLM_USE_V2_MODEL_RUNNER=0"]
+
+
+def _cuda_problems(vllm_config: VllmConfig) -> list[str]:
+    """What stands against the backends that ours can stand in for."""
+    attention, parallel = vllm_config.attention_config, vllm_config.parallel_config
+    backends, problems = PLATFORMS["cuda"].backends, []
+    if attention.backend not in (None, *backends):
+        accepted = " or ".join(backend.name for backend in backends)
+        problems.append(
+            f"attention backend {attention.backend.name} has no view of single heads yet; leave "
+            f"--attention-backend out, or choose {accepted}"
+        )
+    features = {
+        "an attention backend for each kind of layer": attention.backend_per_kind,
+        "microbatches (--enable-dbo)": parallel.enable_dbo,
+        "data parallelism on CUDA": parallel.data_parallel_size > 1,
+        "pipeline parallelism on CUDA": parallel.pipeline_parallel_size > 1,
+    }
+    problems += [f"{name} is not supported; switch it off" for name, on in features.items() if on]
+    return problems
+
+
+def _provider_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    if eviction.decode_attention == "backend":
+        return []
+    if platform_name() != "cuda":
+        return ["decode_attention = 'xformers' needs CUDA; leave it out"]
+    return xformers_attention.problems(vllm_config)
+
+
+def _feature_problems(vllm_config: VllmConfig) -> list[str]:
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    speculative = vllm_config.speculative_config
+    drafter, executor = speculative and speculative.method, parallel.distributed_executor_backend
+    features = {
+        # Other drafters bring layers of their own, or have not been run.
+        f"speculative decoding by {drafter!r} (accepted: 'ngram')": drafter not in (None, "ngram"),
+        "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+        f"--distributed-executor-backend {executor} (accepted: 'mp')": executor
+        not in (None, "uni", "mp"),
+        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype
+        not in _cache_dtypes(vllm_config),
+        # Requests would not be checked, nor refusals counted: the plugin's front end is Python.
+        "the Rust front end (VLLM_USE_RUST_FRONTEND)": bool(envs.VLLM_USE_RUST_FRONTEND),
+        "KV sharing between layers (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
+    }
+    return [f"{name} is not supported; switch it off" for name, on in features.items() if on]
+
+
+def _scheduler_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    scheduler = vllm_config.scheduler_config.scheduler_cls
+    if eviction.check_integrity and scheduler is not None:
+        return [
+            f"scheduler_cls = {scheduler!r} replaces the scheduler that check_integrity needs; "
+            "leave one of them out"
+        ]
+    return []
+
+
+def _pool_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    if not eviction.enabled or not METHODS[eviction.method].pooled:
+        return []
+    reason = f"method = {eviction.method!r} shares pages between layers, which"
+    problems = []
+    scheduler = vllm_config.scheduler_config.scheduler_cls
+    if scheduler is not None and not str(scheduler).startswith("vllm_kvselect."):
+        problems.append(
+            f"{reason} needs a scheduler of vllm-kvselect; leave scheduler_cls = {scheduler!r} "
+            "out, or take another method"
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        problems.append(
+            f"{reason} pipeline parallelism puts into different processes; take another method, "
+            "or tensor parallelism"
+        )
+    return problems
+
+
+def _cache_dtypes(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """KV cache dtypes under which entries are stored as they are computed, and fp8 on CUDA."""
+    here = platform()
+    quantized = here.quantized_cache_dtypes if here else ()
+    return ("auto", dtype_name(vllm_config.model_config.dtype), *quantized)
+
+
+def _block_problems(vllm_config: VllmConfig) -> list[str]:
+    block_size = vllm_config.cache_config.block_size
+    here = platform()
+    if here is not None and block_size % here.block_multiple:
+        multiple = here.block_multiple
+        return [f"block_size = {block_size} is not accepted; use a multiple of {multiple}"]
+    return []
+
+
+def _budget_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    block_size = vllm_config.cache_config.block_size
+    problem = budget_problem(vllm_config.model_config.max_model_len, block_size, eviction)
+    return [problem] if problem else []

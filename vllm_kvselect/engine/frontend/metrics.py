@@ -1,0 +1,148 @@
+"""What eviction did, from the workers to vLLM's `/metrics`.
+
+A worker reports what it packed in a step. The report travels where vLLM carries telemetry of KV
+connectors, from `ModelRunnerOutput` to `SchedulerStats`: connectors are refused with eviction, so
+nothing else uses it. `EvictionStatLogger` takes it out in the front end.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+from vllm.v1.outputs import KVConnectorOutput
+
+from vllm_kvselect.config import CONFIG_KEY
+from vllm_kvselect.engine.frontend.arguments import server_config
+from vllm_kvselect.engine.frontend.start_up import block_bytes, block_entries
+from vllm_kvselect.request import REFUSAL_REASONS, RefusalReason
+
+_RATIOS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+@dataclass
+class StepReport:
+    """What a worker did in one step; plain values, since it crosses processes.
+
+    Attributes:
+        prompts: `[prompt length in tokens, blocks freed]` of each prompt packed for the first time.
+        selection_seconds: Time spent scoring, selecting and packing, in all layers, since the last
+            report; also for prompts that ended before they were packed.
+        num_saved_blocks: Blocks that live requests would hold as well, had nothing been dropped.
+    """
+
+    prompts: list[list[int]]
+    selection_seconds: float
+    num_saved_blocks: int
+
+    def as_connector_output(self) -> KVConnectorOutput:
+        """The report in the envelope in which vLLM's scheduler passes it on."""
+        return KVConnectorOutput(kv_connector_stats=KVConnectorStats({CONFIG_KEY: asdict(self)}))
+
+    @classmethod
+    def take(cls, stats: SchedulerStats) -> "StepReport | None":
+        """Takes the report out of a step's statistics.
+
+        vLLM's own loggers would take what they find there for a connector's.
+        """
+        found = stats.kv_connector_stats
+        if not found or CONFIG_KEY not in found:
+            return None
+        stats.kv_connector_stats = None
+        return cls(**found[CONFIG_KEY])
+
+
+class EvictionStatLogger(AggregateStatLoggerBase):
+    """Turns the reports of the workers into Prometheus metrics with vLLM's names and labels.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        engine_indexes: Engines whose reports come to this front end.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
+        model = vllm_config.model_config
+        self._block_size = vllm_config.cache_config.block_size
+        self._entries_per_block = block_entries(vllm_config)
+        self._bytes_per_block = block_bytes(vllm_config)
+        labels = {index: [model.served_model_name, str(index)] for index in engine_indexes}
+
+        def make(kind: Any, name: str, text: str, **settings: Any) -> Any:
+            metric = kind(f"vllm:kv_eviction_{name}", text, ["model_name", "engine"], **settings)
+            return create_metric_per_engine(metric, labels)
+
+        self._requests = make(Counter, "requests", "Requests whose prompts had entries dropped.")
+        self._entries = make(
+            Counter, "dropped_entries", "Entries dropped: one token of one KV head of one layer."
+        )
+        self._blocks = make(Counter, "freed_blocks", "Blocks given back once prompts were packed.")
+        self._bytes = make(Counter, "freed_bytes", "Bytes of the blocks given back.")
+        self._ratios = make(
+            Histogram,
+            "retained_ratio",
+            "Entries retained of a prompt over all of its entries, of prompts that had some "
+            "dropped.",
+            buckets=_RATIOS,
+        )
+        self._seconds = make(
+            Histogram,
+            "selection_seconds",
+            "Seconds that scoring, selecting and packing took for the prompts completed in a step, "
+            "those that ended before they were packed included.",
+            buckets=_SECONDS,
+        )
+        self._saved = make(
+            Gauge,
+            "saved_blocks",
+            "Blocks that the running requests would hold in addition without eviction.",
+            multiprocess_mode="mostrecent",
+        )
+        refusals = Counter(
+            "vllm:kv_eviction_refusals",
+            "Requests refused for their eviction settings, by reason.",
+            ["model_name", "reason"],
+        )
+        self._refusals = {
+            reason: refusals.labels(model.served_model_name, reason) for reason in REFUSAL_REASONS
+        }
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Records the report of a step, if there is one."""
+        report = StepReport.take(scheduler_stats) if scheduler_stats else None
+        if report is None:
+            return
+        for num_prompt_tokens, num_blocks in report.prompts:
+            self._requests[engine_idx].inc()
+            self._entries[engine_idx].inc(num_blocks * self._entries_per_block)
+            self._blocks[engine_idx].inc(num_blocks)
+            self._bytes[engine_idx].inc(num_blocks * self._bytes_per_block)
+            num_dropped = num_blocks * self._block_size
+            self._ratios[engine_idx].observe(1 - num_dropped / num_prompt_tokens)
+        if report.selection_seconds:
+            self._seconds[engine_idx].observe(report.selection_seconds)
+        self._saved[engine_idx].set(report.num_saved_blocks)
+
+    def record_refusal(self, reason: RefusalReason) -> None:
+        """Counts a request that was refused before it reached an engine."""
+        self._refusals[reason].inc()
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say: the engine logged its plan at start-up."""
+
+
+def stat_logger(vllm_config: VllmConfig, engine_indexes: list[int]) -> EvictionStatLogger | None:
+    """The logger of an engine, or None for a stock one."""
+    if server_config(vllm_config) is None:
+        return None
+    return EvictionStatLogger(vllm_config, engine_indexes)

@@ -1,0 +1,181 @@
+"""Checks a request's settings in the front end, before it reaches the engine."""
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.frontend.arguments import server_config
+from vllm_kvselect.engine.frontend.checks import settings_problems
+from vllm_kvselect.engine.frontend.metrics import EvictionStatLogger
+from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.request import (
+    REQUEST_KEYS,
+    RequestError,
+    in_the_requests_words,
+    refuse_beam_settings,
+    refuse_stray_fields,
+    request_config,
+)
+
+_RPC = "kv_eviction_projection_problem"
+"""A method of our workers."""
+
+_projection_problems: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+"""By engine: why its workers have no output projections, or None if they have them."""
+
+
+class RequestRefusedError(VLLMValidationError, ValueError):
+    """A request that cannot be honoured: 400 over HTTP, a `ValueError` offline."""
+
+
+def check_request(engine: Any, prompt: Any, params: Any) -> None:
+    """Refuses a request whose settings the engine cannot honour.
+
+    Args:
+        engine: vLLM's `AsyncLLM` or `LLMEngine`.
+        prompt: The prompt, or a whole `EngineCoreRequest`.
+        params: Its sampling parameters.
+
+    Raises:
+        RequestRefusedError: With the reason and what to do.
+    """
+    server = server_config(engine.vllm_config)
+    if server is None:
+        return
+    with _refusing(engine):
+        _refuse_input_streams(prompt)
+        extra_args = _extra_args(prompt, params)
+        eviction = request_config(server, extra_args)
+        if eviction.enabled and eviction != server:
+            _refuse_unsupported(engine.vllm_config, server, extra_args or {})
+        if isinstance(engine, LLMEngine) and _asks_for_projections(server, eviction):
+            if engine not in _projection_problems:
+                _remember(engine, engine.collective_rpc(_RPC))
+            _refuse_without_projections(engine)
+
+
+async def check_projections(engine: Any, prompt: Any, params: Any) -> None:
+    """Refuses a request of `AsyncLLM` whose method needs output projections that are not there.
+
+    The workers know, and are asked at the first such request. `check_request` cannot wait.
+
+    Args:
+        engine: vLLM's `AsyncLLM`.
+        prompt: As in `check_request`.
+        params: As in `check_request`; the settings are accepted.
+
+    Raises:
+        RequestRefusedError: With the reason and what to do.
+    """
+    await _check_projections(engine, _extra_args(prompt, params))
+
+
+async def check_body(engine: Any, request: Any) -> None:
+    """Refuses what only the body of an HTTP request shows, before a response begins.
+
+    These are settings beside `vllm_xargs`, and those of a beam search, which vLLM does not hand on.
+
+    Args:
+        engine: The server's `AsyncLLM`.
+        request: The validated body.
+
+    Raises:
+        RequestRefusedError: With the reason and what to do.
+    """
+    server = server_config(engine.vllm_config)
+    if server is None:
+        return
+    extra_args = getattr(request, "vllm_xargs", None)
+    with _refusing(engine):
+        refuse_stray_fields(getattr(request, "model_extra", None) or ())
+        if getattr(request, "use_beam_search", False):
+            refuse_beam_settings(server, extra_args)
+    await _check_projections(engine, extra_args)
+
+
+async def _check_projections(engine: Any, extra_args: dict[str, Any] | None) -> None:
+    server = server_config(engine.vllm_config)
+    if server is None or not extra_args:
+        return
+    with _refusing(engine):
+        if not _asks_for_projections(server, request_config(server, extra_args)):
+            return
+        if engine not in _projection_problems:
+            _remember(engine, await engine.collective_rpc(_RPC))
+        _refuse_without_projections(engine)
+
+
+def _asks_for_projections(server: EvictionConfig, eviction: EvictionConfig) -> bool:
+    """Whether a request chose a method for which the server may not have output projections."""
+    chosen, default = METHODS.get(eviction.method), METHODS.get(server.method)
+    return bool(chosen and chosen.perturbation and not (default and default.perturbation))
+
+
+def _remember(engine: Any, answers: list[str | None]) -> None:
+    """Keeps what the workers said: one without projections is enough."""
+    _projection_problems[engine] = next((answer for answer in answers if answer), None)
+
+
+def _refuse_without_projections(engine: Any) -> None:
+    if problem := _projection_problems[engine]:
+        raise RequestError(problem, "kv_eviction", "unsupported")
+
+
+@contextmanager
+def _refusing(engine: Any) -> Iterator[None]:
+    """Turns a `RequestError` into what vLLM answers with, and counts it."""
+    try:
+        yield
+    except RequestError as error:
+        for stat_logger in engine.logger_manager.stat_loggers if engine.logger_manager else ():
+            if isinstance(stat_logger, EvictionStatLogger):
+                stat_logger.record_refusal(error.reason)
+        parameter = _parameter(engine, error)
+        # mypy sees `ValueError` alone: to it, vLLM's classes are of type `Any`.
+        raise RequestRefusedError(str(error), parameter=parameter) from None  # type: ignore[call-arg]
+
+
+def _parameter(engine: Any, error: RequestError) -> str | None:
+    """What is at fault, as the client wrote it; None if it is no single field."""
+    if error.is_field:
+        return error.key or None
+    settings = "extra_args" if isinstance(engine, LLMEngine) else "vllm_xargs"
+    return f"{settings}.{error.key}" if error.key else settings
+
+
+def _extra_args(prompt: Any, params: Any) -> dict[str, Any] | None:
+    if isinstance(prompt, EngineCoreRequest):
+        params = prompt.params
+    extra_args: dict[str, Any] | None = getattr(params, "extra_args", None)
+    return extra_args
+
+
+def _refuse_input_streams(prompt: Any) -> None:
+    if isinstance(prompt, AsyncGenerator):
+        raise RequestError(
+            "a prompt that grows while it is served is not supported with --kv-eviction; send the "
+            "whole prompt at once",
+            "prompt",
+            "unsupported",
+            is_field=True,
+        )
+
+
+def _refuse_unsupported(
+    vllm_config: VllmConfig, server: EvictionConfig, extra_args: dict[str, Any]
+) -> None:
+    """Refuses what the server could not have been started with, one setting after the other."""
+    settings: dict[str, Any] = {}
+    for key in REQUEST_KEYS:
+        if key not in extra_args:
+            continue
+        settings[key] = extra_args[key]
+        if problems := settings_problems(vllm_config, request_config(server, settings)):
+            raise RequestError(in_the_requests_words("; ".join(problems)), key, "unsupported")

@@ -1,0 +1,198 @@
+"""The scheduler's side of cuts, in vLLM's block vocabulary."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    SingleTypeKVCacheManager,
+    SlidingWindowManager,
+)
+from vllm.v1.request import Request
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.request import planned_config
+from vllm_kvselect.retention import Cuts, cuts
+
+if TYPE_CHECKING:
+    from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, WindowSpec
+
+
+class Planned(NamedTuple):
+    """What a request's settings come to.
+
+    Attributes:
+        eviction: Its own configuration.
+        cuts: Its cuts.
+    """
+
+    eviction: EvictionConfig
+    cuts: Cuts
+
+
+class PlannedManager(SingleTypeKVCacheManager):
+    """What the managers of all groups share: cuts of requests, and what may be hashed of them.
+
+    A request without cuts is treated as vLLM treats it. Every request is planned with its own
+    settings.
+
+    Args:
+        kv_cache_spec: The group's spec, with the eviction configuration.
+        **kwargs: vLLM's own arguments.
+    """
+
+    def __init__(self, kv_cache_spec: "HeadwiseSpec | WindowSpec", **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        self.eviction = kv_cache_spec.eviction
+        # Its settings are looked at once, not in each of its steps: a request may send many keys.
+        self._planned: dict[str, Planned] = {}
+        # While the scheduler schedules: what was hashed of each request before, in blocks.
+        self._num_hashed_before: dict[str, int] | None = None
+
+    def cuts_of(self, request: Request) -> Cuts:
+        """The request's cuts, the same that the workers compute.
+
+        The prompt's length counts: a preempted request resumes with more tokens than its prompt,
+        but its cuts are still the same.
+        """
+        return self._planned_of(request).cuts
+
+    def _planned_of(self, request: Request) -> Planned:
+        """The request's configuration and cuts, remembered until its blocks are given back."""
+        known = self._planned.get(request.request_id)
+        if known is None:
+            eviction = self._eviction_of(request)
+            request_cuts = cuts(request.num_prompt_tokens, self.block_size, eviction)
+            known = self._planned[request.request_id] = Planned(eviction, request_cuts)
+        return known
+
+    def _eviction_of(self, request: Request) -> EvictionConfig:
+        """The request's own configuration."""
+        return planned_config(self.eviction, request.sampling_params)
+
+    def _num_hashable(self, request_cuts: Cuts) -> int:
+        """Tokens of a request with cuts whose blocks may be hashed."""
+        raise NotImplementedError
+
+    def cache_blocks(
+        self,
+        request: Request,
+        num_tokens: int,
+        retention_interval: int | None = None,
+        *,
+        replay_boundaries: Sequence[int],
+    ) -> None:
+        """Hashes full blocks that later requests may take for what they are named by.
+
+        By default vLLM hashes of a sliding window only what the same prompt needs to resume just
+        before its end. With cuts it resumes at the first private block instead.
+        """
+        if self._num_hashed_before is not None:
+            num_hashed = self.num_cached_block.get(request.request_id, 0)
+            self._num_hashed_before.setdefault(request.request_id, num_hashed)
+        if request_cuts := self.cuts_of(request):
+            num_tokens = min(num_tokens, self._num_hashable(request_cuts))
+            first_private = request_cuts.first_private * self.block_size
+            replay_boundaries = (*replay_boundaries, first_private)
+        super().cache_blocks(
+            request,
+            num_tokens,
+            retention_interval,
+            replay_boundaries=replay_boundaries,
+        )
+
+    def new_step_starts(self) -> None:
+        """Notes that the scheduler begins to schedule."""
+        super().new_step_starts()
+        self._num_hashed_before = {}
+
+    def take_new_block_ids(self) -> list[int]:
+        """vLLM's; it is called when the step is scheduled, and so will be computed."""
+        self._num_hashed_before = None
+        return super().take_new_block_ids()
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """Forgets a request that ends or is preempted, and hashes of what will not be computed.
+
+        vLLM hashes blocks when it schedules them. Under `--scheduling-policy priority` it may then
+        preempt their request in the same step, and leaves hashes that find whatever is in there.
+        """
+        self._planned.pop(request_id, None)
+        blocks = super().pop_blocks_for_free(request_id)
+        num_computed = (self._num_hashed_before or {}).pop(request_id, None)
+        if num_computed is not None:
+            self.block_pool.evict_blocks({block.block_id for block in blocks[num_computed:]})
+        return blocks
+
+
+class HeadwiseManager(PlannedManager, FullAttentionManager):
+    """Frees the blocks before the packed ones and keeps the others private."""
+
+    def is_pooled(self, request: Request) -> bool:
+        """Whether entries are dropped of the request and its layers share the packed pages."""
+        planned = self._planned_of(request)
+        return bool(planned.cuts) and METHODS[planned.eviction.method].pooled
+
+    def admit(self, request: Request) -> int:
+        """Plans a request before its blocks are allocated, for the first time or again.
+
+        Blocks that a cut packs are overwritten, so they must be private, and the observation
+        window's queries must be computed: neither may come from the prefix cache. A method that
+        needs the queries of the whole prompt takes nothing from it.
+
+        Args:
+            request: The request about to be scheduled.
+
+        Returns:
+            Tokens that may come from the prefix cache at most: a multiple of the block size, or all
+            tokens without a cut.
+        """
+        planned = self._planned_of(request)
+        if not planned.cuts:
+            return request.num_tokens
+        if METHODS[planned.eviction.method].whole_prompt:
+            return 0
+        return planned.cuts.first_private * self.block_size
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Frees the blocks before the packed ones, once the tokens up to a cut are processed.
+
+        Their hashes stay, so they serve other requests from the prefix cache until they are reused.
+        """
+        planned = self._planned.get(request_id)
+        if planned is not None:
+            num_freed = planned.cuts.num_freed(processed_computed_tokens)
+            self._remove_blocks_in_range(request_id, 0, num_freed)
+
+    def _num_hashable(self, request_cuts: Cuts) -> int:
+        """None from the first private block on.
+
+        Those will be overwritten, or hold tokens generated from a context with dropped entries.
+        """
+        return request_cuts.first_private * self.block_size
+
+
+class WindowManager(PlannedManager, SlidingWindowManager):
+    """vLLM's manager of sliding-window layers, beside layers that drop entries.
+
+    These layers drop nothing, but what they compute of generated tokens depends on what the others
+    dropped. Without its own hashes it could be found by a request that dropped nothing.
+    """
+
+    def _num_hashable(self, request_cuts: Cuts) -> int:
+        """Those that are computed before anything is dropped."""
+        return request_cuts.first_position
+
+
+def headwise_manager(kv: KVCacheManager) -> HeadwiseManager:
+    """The one manager of layers that drop entries (`models.refuse_mixed_groups`)."""
+    (manager,) = (m for m in kv.coordinator.single_type_managers if isinstance(m, HeadwiseManager))
+    return manager

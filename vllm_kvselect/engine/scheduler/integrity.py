@@ -1,0 +1,269 @@
+"""Integrity of a live KV cache: what must hold between any two steps, and what does not.
+
+`find_violations` looks at vLLM's own block pool and block tables. `checked_scheduler.py` runs it in
+a live server, the state machine of `tests/engine/machine.py` after each of its steps.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
+
+from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
+from vllm_kvselect.paging.compaction import run_pages
+from vllm_kvselect.paging.page_table import headwise_page_table
+from vllm_kvselect.retention import Cuts, Role
+
+INVARIANTS = {
+    "pool": "every block is either free, held or the null block, and the pool counts its free ones",
+    "references": "a block is referenced as often as block tables name it",
+    "owners": "only unfinished requests hold blocks",
+    "shared": "a block in two block tables is hashed and has the same place in both",
+    "hashes": "a hashed block is found by its hash, and no other block is",
+    "covered": "a block table covers the tokens computed so far",
+    "freed": "only the blocks before the packed ones are freed, all of them, and after the cut",
+    "private": "packed blocks and those after them belong to one request and are not hashed",
+    "pages": "each page that a worker reads lies in a private block of the request that reads it",
+}
+"""What holds after every scheduling step, by the name under which a violation is reported."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """An invariant that does not hold.
+
+    Attributes:
+        invariant: Key of `INVARIANTS`.
+        detail: What was found.
+        block_ids: The blocks concerned.
+        request_ids: The requests that hold them; none for a block that nobody holds.
+    """
+
+    invariant: str
+    detail: str
+    block_ids: tuple[int, ...] = ()
+    request_ids: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        blocks = ", ".join(map(str, self.block_ids)) or "none"
+        requests = ", ".join(self.request_ids) or "none"
+        return (
+            f"{self.invariant}: {self.detail} (blocks: {blocks}; requests: {requests}); "
+            f"expected: {INVARIANTS[self.invariant]}"
+        )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A request's block table as the scheduler holds it."""
+
+    request: Request
+    blocks: list[KVCacheBlock]
+    cuts: Cuts
+
+    @property
+    def num_processed(self) -> int:
+        """Tokens that are computed for certain, those of steps in flight aside."""
+        return self.request.num_computed_tokens - self.request.num_in_flight_tokens
+
+    @property
+    def freed_by_cuts(self) -> list[list[int]]:
+        """Indices of the blocks that are freed after each cut that is made.
+
+        Those of the last one may still be held: they are freed when the request is scheduled again.
+        """
+        indices = range(len(self.blocks))
+        return [
+            [index for index in indices if cut.role(index) is Role.FREED]
+            for cut in self.cuts
+            if cut.position <= self.num_processed
+        ]
+
+
+def find_violations(kv: KVCacheManager, requests: Mapping[str, Request]) -> list[Violation]:
+    """Checks a KV cache manager whose only group of layers is ours.
+
+    Valid between scheduling steps: right after `schedule()` and at any time until the next one. Its
+    time grows with the number of blocks in the pool.
+
+    Args:
+        kv: The manager.
+        requests: The scheduler's unfinished requests by their ids.
+
+    Returns:
+        The violations, none if all is well.
+    """
+    (manager,) = kv.coordinator.single_type_managers
+    assert isinstance(manager, HeadwiseManager)
+    owners = block_owners(manager)
+    tables = [
+        _Table(request, blocks, manager.cuts_of(request))
+        for request_id, blocks in manager.req_to_blocks.items()
+        if (request := requests.get(request_id)) is not None and not request.is_finished()
+    ]
+    found = [
+        *_pool_violations(kv.block_pool, owners),
+        *_owner_violations(kv.block_pool, owners, {table.request.request_id for table in tables}),
+        *_hash_violations(kv.block_pool, owners),
+    ]
+    for table in tables:
+        found += _table_violations(table, manager.block_size)
+    found += _page_violations(
+        tables, manager.block_size, manager.kv_cache_spec.num_kv_heads, len(kv.block_pool.blocks)
+    )
+    return found
+
+
+def block_owners(manager: HeadwiseManager) -> dict[int, list[tuple[str, int]]]:
+    """Maps the id of every held block to the `(request id, index)` that name it."""
+    owners: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    for request_id, blocks in manager.req_to_blocks.items():
+        for index, block in enumerate(blocks):
+            if not block.is_null:
+                owners[block.block_id].append((request_id, index))
+    return owners
+
+
+def free_blocks(pool: BlockPool) -> list[KVCacheBlock]:
+    """The blocks of the free queue; cut off where a damaged queue runs in circles."""
+    return list(islice(pool.free_block_queue.iter_blocks_after(None), len(pool.blocks) + 1))
+
+
+Owners = Mapping[int, Collection[tuple[str, int]]]
+
+
+def _request_ids(block_ids: Iterable[int], owners: Owners) -> tuple[str, ...]:
+    return tuple(
+        dict.fromkeys(request_id for b in block_ids for request_id, _ in owners.get(b, ()))
+    )
+
+
+def _pool_violations(pool: BlockPool, owners: Owners) -> Iterator[Violation]:
+    free = [block.block_id for block in free_blocks(pool)]
+    expected = [
+        block.block_id
+        for block in pool.blocks
+        if not block.is_null and block.block_id not in owners
+    ]
+    lost, taken = set(expected) - set(free), set(free) - set(expected)
+    if lost:
+        yield Violation("pool", "neither free nor held", tuple(sorted(lost)))
+    if taken:
+        blocks = tuple(sorted(taken))
+        yield Violation("pool", "free and held", blocks, _request_ids(blocks, owners))
+    if len(free) != pool.get_num_free_blocks():
+        counts = f"{len(free)} blocks are free, the pool counts {pool.get_num_free_blocks()}"
+        yield Violation("pool", counts)
+
+
+def _owner_violations(pool: BlockPool, owners: Owners, unfinished: set[str]) -> Iterator[Violation]:
+    for block in pool.blocks:
+        block_id, named = block.block_id, owners.get(block.block_id, ())
+        if block.is_null:
+            continue
+        request_ids = _request_ids([block_id], owners)
+        if block.ref_cnt != len(named):
+            counts = f"{block.ref_cnt} references, {len(named)} owners"
+            yield Violation("references", counts, (block_id,), request_ids)
+        if not unfinished.issuperset(request_ids):
+            strangers = ", ".join(sorted(set(request_ids) - unfinished))
+            yield Violation("owners", f"held by {strangers}", (block_id,), request_ids)
+        if len(named) > 1 and (block.block_hash is None or len({i for _, i in named}) > 1):
+            places = ", ".join(f"{request_id}[{index}]" for request_id, index in named)
+            hashed = "not hashed" if block.block_hash is None else "hashed"
+            yield Violation("shared", f"{hashed}, at {places}", (block_id,), request_ids)
+
+
+def _hash_violations(pool: BlockPool, owners: Owners) -> Iterator[Violation]:
+    found_by = pool.cached_block_hash_to_block
+    hashes = set()
+    for block in pool.blocks:
+        if block.block_hash is None:
+            continue
+        hashes.add(block.block_hash)
+        if block.is_null or not found_by.contain(block.block_hash, block.block_id):
+            ids = (block.block_id,)
+            yield Violation("hashes", "not found by its hash", ids, _request_ids(ids, owners))
+    if len(found_by) > len(hashes):
+        yield Violation("hashes", f"{len(found_by) - len(hashes)} hashes without a hashed block")
+
+
+def _table_violations(table: _Table, block_size: int) -> Iterator[Violation]:
+    request, blocks = table.request, table.blocks
+    request_ids = (request.request_id,)
+    if len(blocks) * block_size < request.num_computed_tokens:
+        tokens = f"{len(blocks)} blocks for {request.num_computed_tokens} tokens"
+        yield Violation("covered", tokens, (), request_ids)
+    null = [index for index, block in enumerate(blocks) if block.is_null]
+    if null and null not in table.freed_by_cuts:
+        detail = (
+            f"freed blocks {null}, made cuts free {table.freed_by_cuts}: {table.num_processed} "
+            f"tokens processed, cuts at {[cut.position for cut in table.cuts]}"
+        )
+        yield Violation("freed", detail, (), request_ids)
+    exposed = [
+        block.block_id
+        for index, block in enumerate(blocks)
+        if (block.ref_cnt > 1 or block.block_hash is not None)
+        and not block.is_null
+        and table.cuts.is_private(index)
+    ]
+    if exposed:
+        yield Violation("private", "shared or hashed", tuple(exposed), request_ids)
+
+
+def _page_violations(
+    tables: list[_Table], block_size: int, num_kv_heads: int, num_blocks: int
+) -> Iterator[Violation]:
+    """Builds the page tables that a worker would, with an even share for every head.
+
+    The first layer stands for all: a pool hands out the same pages of the same blocks, only to
+    other heads, and in other layers they have the same places.
+    """
+    read = [
+        (table, cut)
+        for table in tables
+        if (cut := table.cuts.last_made(table.request.num_computed_tokens)) is not None
+        and len(table.blocks) * block_size >= table.request.num_computed_tokens
+    ]
+    if not read:
+        return
+    seq_lens = torch.tensor([table.request.num_computed_tokens for table, _ in read])
+    block_table = torch.zeros(len(read), max(len(t.blocks) for t, _ in read), dtype=torch.int64)
+    private_to = torch.full((num_blocks,), -1)  # which row a block is private to
+    for row, (table, cut) in enumerate(read):
+        ids = torch.tensor([block.block_id for block in table.blocks])
+        block_table[row, : len(ids)] = ids
+        private_to[ids[cut.first_packed :]] = row
+    private_to[0] = -1  # the null block
+    num_packed = torch.tensor([cut.num_packed for _, cut in read])
+    offsets = num_packed[:, None] * torch.arange(num_kv_heads + 1)
+    pages, lengths = headwise_page_table(
+        block_table,
+        seq_lens,
+        torch.tensor([cut.first_packed for _, cut in read]),
+        torch.tensor([cut.tail_start for _, cut in read]),
+        offsets[None],
+        block_size,
+        num_blocks,
+    )
+    pages, lengths = (part.view(len(read), num_kv_heads, -1).long() for part in (pages, lengths))
+    is_read = torch.arange(pages.shape[-1]) < -(-lengths // block_size)
+    rows = torch.arange(len(read))[:, None, None]
+    is_foreign = is_read & (private_to[pages // num_kv_heads] != rows)
+    for row, (table, cut) in enumerate(read):
+        request_ids = (table.request.request_id,)
+        if is_foreign[row].any():
+            blocks = (pages[row][is_foreign[row]] // num_kv_heads).unique().tolist()
+            yield Violation("pages", "read, but not private to it", tuple(blocks), request_ids)
+        packed = block_table[row, cut.first_packed : cut.tail_start]
+        run = run_pages(packed, num_kv_heads)
+        if not torch.equal(pages[row, :, : cut.num_packed].flatten(), run):
+            detail = "packed in another order than read"
+            yield Violation("pages", detail, tuple(packed.tolist()), request_ids)

@@ -1,0 +1,254 @@
+"""EvictionWorker: what our workers add to vLLM's: our backend, output projections and state.
+
+`ParallelConfig.worker_cls` is vLLM's public seam for it, so that neither prompt lengths nor the
+output projections need a hook in vLLM's code.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention import selector
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+from vllm_kvselect.config import CONFIG_KEY, ConfigError, EvictionConfig
+from vllm_kvselect.engine.frontend.metrics import StepReport
+from vllm_kvselect.engine.models import refuse_mixed_groups
+from vllm_kvselect.engine.refusal import notes_refusals
+from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, with_eviction
+from vllm_kvselect.engine.step.builder import HeadwiseBuilder
+from vllm_kvselect.engine.step.layer import HeadwiseImpl
+from vllm_kvselect.engine.step.output_projection import find_output_projections, materialise
+from vllm_kvselect.engine.step.request import LiveRequests, Request
+from vllm_kvselect.engine.step.state import RetentionState
+from vllm_kvselect.kernels.base import REFERENCES, Kernels
+from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.scoring.value_norms import OutputProjection
+
+logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
+
+
+class EvictionWorker(ABC):
+    """Runs the model with eviction; put in front of vLLM's worker of a platform.
+
+    Only engines that ask for eviction use it.
+
+    Attributes:
+        backend: Path of our attention backend.
+        replaces: The name under which vLLM asks for the backend that ours stands in for.
+    """
+
+    backend: str
+    replaces: AttentionBackendEnum
+    vllm_config: VllmConfig
+    model_config: ModelConfig
+    device: torch.device
+    model_runner: Any
+    use_v2_model_runner: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._eviction = EvictionConfig.parse(self.vllm_config.additional_config[CONFIG_KEY])
+        block_size = self.vllm_config.cache_config.block_size
+        self._requests = LiveRequests(self._eviction, block_size)
+        self._states: list[RetentionState] = []
+        self._kernels: Kernels = REFERENCES
+        self._num_saved_blocks = 0
+        self._reported_seconds = 0.0
+        self._report_to_send: StepReport | None = None
+        self._projection_problem: str | None = None
+
+    @notes_refusals
+    def load_model(self, **kwargs: Any) -> None:
+        """Loads the model with our attention backend and binds the output projections."""
+        with _backend_in_place(self.replaces, self.backend):
+            super().load_model(**kwargs)  # type: ignore[misc]
+        self._kernels = self._load_kernels()
+        if any(METHODS[name].perturbation for name in self._methods()):
+            self._bind_output_projections()
+
+    @abstractmethod
+    def _load_kernels(self) -> Kernels:
+        """Fast kernels of the references for this device."""
+
+    def _prepared(self, projection: OutputProjection) -> OutputProjection:
+        """A layer's W_O as the kernels want it."""
+        return projection
+
+    def _methods(self) -> list[str]:
+        """Methods that a request may run with, by default or by its own choice."""
+        if "method" not in self._eviction.allow_override:
+            return [self._eviction.method]
+        missing = self._projection_problem is not None
+        return [name for name, method in METHODS.items() if not (missing and method.perturbation)]
+
+    def kv_eviction_projection_problem(self) -> str | None:
+        """Why requests cannot choose methods that read output projections, or None if they can."""
+        return self._projection_problem
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """vLLM's specs, with the eviction configuration."""
+        specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        return {name: with_eviction(spec, self._eviction) for name, spec in specs.items()}
+
+    @notes_refusals
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocates the KV cache, then connects builders and layers to the state beside it."""
+        refuse_mixed_groups(kv_cache_config, self.vllm_config)
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        self._states = [
+            builder.start(kv_cache_config.num_blocks, self._requests_of, self._kernels)
+            for builder in self._builders
+        ]
+
+    @property
+    def _builders(self) -> list[HeadwiseBuilder]:
+        return [
+            builder
+            for groups in self.model_runner.attn_groups
+            for group in groups
+            for builder in group.metadata_builders
+            if isinstance(builder, HeadwiseBuilder)
+            and isinstance(builder.kv_cache_spec, HeadwiseSpec)
+        ]
+
+    def kv_eviction_stats(self) -> dict[str, float]:
+        """Counts since the start or the last reset.
+
+        Returns:
+            `selection_seconds`: time spent choosing and packing; `later_seconds`: what of it came
+            after the prompts' first tokens; `num_evicted`: prompts packed; `num_requests`: requests
+            that live now, which no reset changes.
+        """
+        return {
+            "selection_seconds": self._selection_seconds,
+            "later_seconds": sum(state.later_stopwatch.seconds for state in self._states),
+            "num_evicted": max((state.num_evicted for state in self._states), default=0),
+            "num_requests": len(self._requests),
+        }
+
+    def reset_kv_eviction_stats(self) -> None:
+        """Sets the counts of `kv_eviction_stats` to zero."""
+        for state in self._states:
+            state.reset_counts()
+        self._reported_seconds = 0.0
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """vLLM's step, with the prompts it brings taken note of and what it packed reported."""
+        self._begin_step(scheduler_output)
+        output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        report = self._report()
+        if report is None:
+            return output
+        if output is EMPTY_MODEL_RUNNER_OUTPUT:  # requests ended, and there was nothing to run
+            return ModelRunnerOutput.with_kv_conn_output_only(report.as_connector_output())
+        if self.use_v2_model_runner:
+            self._report_to_send = report
+        else:
+            # The runner sends it along once it has sampled.
+            self.model_runner.kv_connector_output = report.as_connector_output()
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's; model runner V2 writes its own reports at the end, so ours is added after."""
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        report, self._report_to_send = self._report_to_send, None
+        if report is not None and output is not None:
+            # Under async scheduling the output is still on its way, but this part is final.
+            result = getattr(output, "model_runner_output", output)
+            result.kv_connector_output = report.as_connector_output()
+        return output
+
+    def _begin_step(self, scheduled: SchedulerOutput) -> None:
+        """Takes note of what the scheduler says of a step, and packs what the last one left."""
+        self._requests.update(scheduled)
+        self._requests.finish_packing()
+
+    def _report(self) -> StepReport | None:
+        """What the step packed, or None if nothing changed.
+
+        Time that a device spends is known a few steps later, and reported then. What the host
+        spends on a prompt in two steps is reported with the second one.
+        """
+        packed = {request for state in self._states for request in state.completed}
+        for state in self._states:
+            state.completed.clear()
+        if not packed and any(request.packing for request in self._requests):
+            return None
+        counted = [
+            [request.num_prompt_tokens, request.cut.first_packed]
+            for request in packed
+            if request.cut is not None and not request.is_counted
+        ]
+        for request in packed:
+            request.is_counted = True
+        num_saved_blocks, seconds = self._requests.num_saved_blocks, self._selection_seconds
+        selection_seconds = seconds - self._reported_seconds
+        if not packed and not selection_seconds and num_saved_blocks == self._num_saved_blocks:
+            return None
+        self._num_saved_blocks, self._reported_seconds = num_saved_blocks, seconds
+        return StepReport(counted, selection_seconds, num_saved_blocks)
+
+    @property
+    def _selection_seconds(self) -> float:
+        return sum(state.selection_seconds for state in self._states)
+
+    def _requests_of(self, batch: CommonAttentionMetadata) -> list[Request]:
+        """Prompts of a batch's rows, whose order both model runners know."""
+        if self.use_v2_model_runner:
+            by_index = self.model_runner.req_states.index_to_req_id
+            ids = [by_index.get(int(i)) for i in batch.req_idx[: batch.num_reqs]]
+        else:
+            ids = self.model_runner.input_batch.req_ids[: batch.num_reqs]
+        # Rows that pad a batch to the size of a graph, and those of dummy batches, have none.
+        padding = [None] * (batch.num_reqs - len(ids))
+        return [self._requests.get(request_id) for request_id in (*ids, *padding)]
+
+    def _bind_output_projections(self) -> None:
+        """Gives each layer its W_O; without, only a default method that reads it is an error."""
+        try:
+            projections = find_output_projections(
+                self.model_runner.get_model(), self.model_config.dtype, self.device
+            )
+        except ConfigError as error:
+            default = METHODS.get(self._eviction.method)
+            if default is not None and default.perturbation:
+                raise
+            self._projection_problem = str(error)
+            logger.warning("%s; requests that choose them are refused", error)
+            return
+        for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
+            if not isinstance(layer.impl, HeadwiseImpl):
+                continue
+            projection = materialise(
+                projections[name],
+                layer.num_kv_heads,
+                layer.head_size_v,
+                self.model_config.dtype,
+                self.device,
+            )
+            layer.impl.output_projection = self._prepared(projection)
+
+
+@contextmanager
+def _backend_in_place(replaced: AttentionBackendEnum, backend: str) -> Iterator[None]:
+    """Lets the layers created meanwhile take our backend, and no engine after them.
+
+    vLLM caches its choice per process, and a process may hold several engines.
+    """
+    register_backend(replaced, backend)
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        replaced.clear_override()
+        selector._cached_get_attn_backend.cache_clear()

@@ -1,0 +1,1 @@
+"""From scores to entries: pages per head, and which entries fill them."""

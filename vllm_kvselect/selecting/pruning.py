@@ -1,0 +1,127 @@
+"""Exact pruning: projected value norms only for entries that could still be retained by them.
+
+Stage 2 of perturbation-constrained selection ranks by `(score + eps) * ||V W_O||_1`. The L1 norm of
+`h` numbers is at most `sqrt(h)` times their L2 norm, and the L2 norm is a quadratic form of the
+value alone, far cheaper than the projection. Entries whose bound misses the cut need no norm.
+"""
+
+import torch
+
+from vllm_kvselect.scoring.value_norms import OutputProjection, value_norms
+from vllm_kvselect.selecting.selection import select, stage_1_mask, stage_2_keys
+
+
+def select_pruned(
+    scores: torch.Tensor,
+    weights: torch.Tensor,
+    value: torch.Tensor,
+    projection: OutputProjection,
+    budgets: torch.Tensor,
+    num_retained: int,
+    alpha: float,
+    eps: float,
+) -> torch.Tensor:
+    """Perturbation-constrained selection that computes only the norms it needs.
+
+    Retains what `selection.select_perturbation` retains with all norms.
+
+    Args:
+        scores: What stage 1 ranks by, `[num_kv_heads, num_tokens]`, not negative.
+        weights: What stage 2 multiplies by the norms, of the same shape.
+        value: `[num_kv_heads, num_tokens, head_size]`.
+        projection: The layer's W_O.
+        budgets: Entries per head, `[num_kv_heads]` int64, none above `num_tokens`.
+        num_retained: Their sum, known without reading `budgets` back.
+        alpha: Share of the budget that stage 1 fills, 0 to 1.
+        eps: Added to the weight in stage 2.
+
+    Returns:
+        Flat indices `head * num_tokens + token`, ascending, `[num_retained]` int64.
+    """
+    stage_1 = stage_1_mask(scores, budgets, alpha)
+    norms = needed_value_norms(weights, value, projection, stage_1, budgets, eps)
+    return select(stage_2_keys(weights, norms, stage_1, eps), budgets, num_retained)
+
+
+def needed_value_norms(
+    scores: torch.Tensor,
+    value: torch.Tensor,
+    projection: OutputProjection,
+    stage_1: torch.Tensor,
+    budgets: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """The norms that stage 2 needs: with them it retains what it would with all.
+
+    Twice as many entries as stage 2 retains, those with the best bounds, are projected first; what
+    the last retained of them reaches is a cut that every retained entry reaches. Whose bound
+    reaches it is projected too; all others cannot be retained, and get the norm 0.
+
+    Args:
+        scores: `[num_kv_heads, num_tokens]`, not negative.
+        value: `[num_kv_heads, num_tokens, head_size]`.
+        projection: The layer's W_O.
+        stage_1: Entries that stage 1 retains, `[num_kv_heads, num_tokens]` bool.
+        budgets: Entries per head, `[num_kv_heads]` int64.
+        eps: Added to the score in stage 2.
+
+    Returns:
+        `[num_kv_heads, num_tokens]`: `value_norms` where it matters, else 0.
+    """
+    num_open = (budgets - stage_1.sum(dim=1))[:, None]
+    norms = scores.new_zeros(scores.shape)
+    if not (most := int(num_open.max())):
+        return norms
+    weights = scores + eps
+    bounds = norm_bounds(value, projection).mul_(weights).masked_fill_(stage_1, -1.0)
+
+    first = torch.topk(bounds, min(2 * most, scores.shape[1]), sorted=False).indices
+    # Entries of stage 1 fill up heads that are nearly full, and are not in the running.
+    keys = weights.gather(1, first) * _project(norms, value, projection, first)
+    keys.masked_fill_(stage_1.gather(1, first), -1.0)
+    cut = keys.sort(dim=1, descending=True).values.gather(1, (num_open - 1).clamp_(min=0))
+    bounds.scatter_(1, first, -1.0)
+    reaching = bounds >= cut.masked_fill_(num_open == 0, float("inf"))
+    if most := int(reaching.sum(dim=1).max()):
+        second = torch.topk(bounds, most, sorted=False).indices
+        _project(norms, value, projection, second)
+    return norms
+
+
+def norm_bounds(value: torch.Tensor, projection: OutputProjection) -> torch.Tensor:
+    """Upper bounds of `value_norms`, rounding included.
+
+    `mean_j ||v W_j||_1 <= sqrt(h) mean_j ||v W_j||_2 <= sqrt(h v G v^T)` with `G` the mean of
+    `W_j W_j^T` over the query group (Cauchy and Schwarz, then Jensen).
+
+    Args:
+        value: `[num_kv_heads, num_tokens, head_size]`.
+        projection: The layer's W_O.
+
+    Returns:
+        `[num_kv_heads, num_tokens]`, at least float32.
+    """
+    hidden_size = projection.weight.shape[3]
+    wide = torch.promote_types(value.dtype, torch.float32)
+    operand = value.to(projection.bound_form.dtype)
+    products = torch.bmm(operand, projection.bound_form).mul_(operand)
+    form = (products @ operand.new_ones(value.shape[2], 1)).squeeze(-1).to(wide)
+    factor = rounding_factor(value, hidden_size)
+    return form.clamp_(min=0).mul_(hidden_size).sqrt_().mul_(factor)
+
+
+def rounding_factor(value: torch.Tensor, hidden_size: int) -> float:
+    """Covers that the norms themselves are rounded: products and row sums."""
+    wide = torch.promote_types(value.dtype, torch.float32)
+    narrow, accumulator = torch.finfo(value.dtype).eps, torch.finfo(wide).eps
+    return 1 + 4 * narrow + (hidden_size + value.shape[2]) * accumulator
+
+
+def _project(
+    norms: torch.Tensor, value: torch.Tensor, projection: OutputProjection, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Fills in the norms of some tokens of each head, `[num_kv_heads, n]`, and returns them."""
+    chosen = value.gather(1, tokens[..., None].expand(-1, -1, value.shape[2]))
+    exact = value_norms(chosen, projection.weight).to(norms.dtype)
+    norms.scatter_(1, tokens, exact)
+    return exact

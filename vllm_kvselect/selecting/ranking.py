@@ -1,0 +1,116 @@
+"""Ranking: what allocation counts, and selection ranks by unless it has stages of its own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Self
+
+import torch
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scoring.thetakv import smoothed
+from vllm_kvselect.selecting.selection import mass_mask
+
+
+class Candidates(NamedTuple):
+    """The entries that compete for packed pages: of one layer, or of layers stacked in front.
+
+    Attributes:
+        scores: What stage 1 ranks by, `[..., num_kv_heads, num_tokens]`, not negative.
+        weights: What stage 2 multiplies by the norms, of the same shape; None for the scores.
+        norms: Projected value norms, of the same shape; None where they are computed once the
+            budgets are known, or not at all.
+    """
+
+    scores: torch.Tensor
+    weights: torch.Tensor | None = None
+    norms: torch.Tensor | None = None
+
+    @classmethod
+    def stack(cls, layers: Sequence[Self]) -> Self:
+        """Stacks layers in order: `[num_layers, num_kv_heads, num_tokens]`."""
+        scores = torch.stack([layer.scores for layer in layers])
+        weights = [layer.weights for layer in layers if layer.weights is not None]
+        norms = [layer.norms for layer in layers if layer.norms is not None]
+        return cls(
+            scores,
+            torch.stack(weights) if weights else None,
+            torch.stack(norms) if norms else None,
+        )
+
+    @classmethod
+    def empty(cls, num_layers: int, layer: Self) -> Self:
+        """Room for layers like one, `[num_layers, num_kv_heads, num_tokens]`."""
+        scores, weights, norms = (
+            None if part is None else part.new_empty(num_layers, *part.shape) for part in layer
+        )
+        assert scores is not None
+        return cls(scores, weights, norms)
+
+    def of_layer(self, index: int) -> Self:
+        """The candidates of one of the stacked layers."""
+        weights, norms = (
+            None if part is None else part[index] for part in (self.weights, self.norms)
+        )
+        return type(self)(self.scores[index], weights, norms)
+
+    @property
+    def stage_2(self) -> torch.Tensor:
+        """What stage 2 multiplies by the norms."""
+        return self.scores if self.weights is None else self.weights
+
+
+def by_score(candidates: Candidates, even: int, config: EvictionConfig) -> torch.Tensor:
+    """Ranks by score alone.
+
+    Args:
+        candidates: The competing entries.
+        even: Even budget of a head in entries; not needed here.
+        config: Has no parameter for it.
+
+    Returns:
+        `[..., num_kv_heads, num_tokens]`.
+    """
+    return candidates.scores
+
+
+def by_bound(candidates: Candidates, even: int, config: EvictionConfig) -> torch.Tensor:
+    """Ranks by smoothed attention times norm, an entry's part of the bound (ThetaKV).
+
+    Args:
+        candidates: The competing entries, with norms.
+        even: Even budget of a head in entries; not needed here.
+        config: Gives `lam`.
+
+    Returns:
+        `[..., num_kv_heads, num_tokens]`.
+    """
+    assert candidates.norms is not None
+    return smoothed(candidates.stage_2, config.lam) * candidates.norms
+
+
+def by_defence(candidates: Candidates, even: int, config: EvictionConfig) -> torch.Tensor:
+    """Ranks entries of stage 1 first, then by defensive score times normalised norm (DefensiveKV).
+
+    A token's norms are divided by their sum over the layer's heads. Stage 1 takes a head's best
+    entries by mean attention until `mass` of it is reached, at most the even budget; among
+    themselves they are ranked by mean attention, since a head may lose some to page rounding.
+
+    Args:
+        candidates: Mean attention as scores, defensive scores as weights, with norms.
+        even: Even budget of a head in entries.
+        config: Gives `mass`.
+
+    Returns:
+        `[..., num_kv_heads, num_tokens]`, at least 2 for entries of stage 1, else at most 1.
+    """
+    norms = candidates.norms
+    assert norms is not None
+    total = norms.sum(dim=-2, keepdim=True).clamp_(min=torch.finfo(norms.dtype).tiny)
+    stage_1 = mass_mask(candidates.scores, config.mass, even)
+    products = candidates.stage_2 * (norms / total)
+    return torch.where(stage_1, 2 + candidates.scores, products)
+
+
+Ranking = Callable[[Candidates, int, EvictionConfig], torch.Tensor]
+"""`(candidates, even, config)` -> what allocation counts, of the candidates' shape."""
+
+RANKINGS: Mapping[str, Ranking] = {"score": by_score, "bound": by_bound, "defence": by_defence}
