@@ -131,6 +131,13 @@ class EvictionConfig(BaseModel):
         """Whether a server with these defaults ever drops anything, for some request at least."""
         return self.enabled or "method" in self.allow_override
 
+    @property
+    def may_pool(self) -> bool:
+        """Whether some request may run with a method whose layers share pages."""
+        if "method" in self.allow_override:
+            return True
+        return self.enabled and METHODS[self.method].pooled
+
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:
         """Validates plain values, as they come from YAML, JSON or the command line.

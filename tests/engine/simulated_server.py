@@ -30,7 +30,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.engine.tagged_worker import NUM_KV_HEADS, TaggedWorker, retained_blocks
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.frontend.checks import may_pool
 from vllm_kvselect.engine.scheduler.integrity import find_violations
 from vllm_kvselect.engine.scheduler.pool_scheduler import PoolAsyncScheduler, PoolScheduler
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
@@ -162,7 +161,7 @@ class Server:
     ) -> None:
         self.settings, self.seen = settings, Counter() if seen is None else seen
         stock = AsyncScheduler if settings.async_scheduling else Scheduler
-        if may_pool(settings.eviction):
+        if settings.eviction.may_pool:
             stock = PoolAsyncScheduler if settings.async_scheduling else PoolScheduler
         self.scheduler = make_scheduler(settings, scheduler_class or stock)
         self.worker = TaggedWorker(

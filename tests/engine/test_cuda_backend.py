@@ -303,7 +303,7 @@ def test_a_single_token_of_a_prompt_that_drops_entries_is_no_decode(backend: Any
     long, short = layers.request(100, 110), layers.request(20, 30)
     layers.step((long, 99), (short, 20))
     metadata = layers.step((long, 1), (short, 1))
-    assert len(metadata.split.completions) == 1
+    assert len(metadata.completions) == 1
     layers.step((long, 1), (short, 1))
 
 

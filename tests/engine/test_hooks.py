@@ -35,7 +35,8 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine import hooks
+from vllm_kvselect.engine import hooks, sources
+from vllm_kvselect.engine.cuda import graphs
 from vllm_kvselect.engine.frontend import arguments, metrics, requests
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.retention import cuts
@@ -279,7 +280,7 @@ def test_full_graph_hook_does_what_its_patch_does_in_model_runner_v1(
             dispatcher.full_graph_vetoes.append(lambda: bool(vetoed))
         else:
             runner = SimpleNamespace(cudagraph_dispatcher=dispatcher)
-            hooks.hook_full_graphs(runner, lambda: bool(vetoed))
+            graphs.hook_full_graphs(runner, lambda: bool(vetoed))
         for is_vetoed in (False, True):
             vetoed[:] = [True] * is_vetoed
             results.append(dispatcher.dispatch(num_tokens, uniform_decode=True))
@@ -309,7 +310,7 @@ def test_full_graph_hook_does_what_its_patch_does_in_model_runner_v2(load_patche
             manager.full_graph_vetoes = [lambda: bool(vetoed)]
         else:
             runner = SimpleNamespace(cudagraph_manager=manager)
-            hooks.hook_full_graphs(runner, lambda: bool(vetoed))
+            graphs.hook_full_graphs(runner, lambda: bool(vetoed))
         for is_vetoed in (False, True):
             vetoed[:] = [True] * is_vetoed
             results.append(manager.dispatch(3, 3, 1, num_active_loras=0).cg_mode)
@@ -321,17 +322,19 @@ def test_full_graph_hook_does_what_its_patch_does_in_model_runner_v2(load_patche
 def test_full_graph_hook_refuses_a_vllm_that_it_does_not_know(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(hooks.KNOWN_GRAPH_SOURCES, "CudagraphDispatcher.dispatch", {"0.32.0": "?"})
+    monkeypatch.setitem(
+        sources.KNOWN_GRAPH_SOURCES, "CudagraphDispatcher.dispatch", {"0.32.0": "?"}
+    )
     dispatcher = object.__new__(cudagraph_dispatcher.CudagraphDispatcher)
     runner = SimpleNamespace(cudagraph_dispatcher=dispatcher)
     with pytest.raises(ConfigError, match=r"CudagraphDispatcher\.dispatch changed"):
-        hooks.hook_full_graphs(runner, lambda: False)
+        graphs.hook_full_graphs(runner, lambda: False)
 
 
 def test_known_sources_are_those_of_the_installed_vllm() -> None:
     assert hooks.unknown_sources() == []
     release = ".".join(vllm.__version__.split(".")[:3])
-    for releases in hooks.KNOWN_SOURCES.values():
+    for releases in sources.KNOWN_SOURCES.values():
         assert release in releases
 
 
@@ -339,7 +342,7 @@ def test_unknown_vllm_is_refused_only_when_eviction_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setitem(hooks.KNOWN_SOURCES, "KVCacheManager.get_computed_blocks", {"0.32.0": "?"})
+        patch.setitem(sources.KNOWN_SOURCES, "KVCacheManager.get_computed_blocks", {"0.32.0": "?"})
         unknown = hooks.unknown_sources()
     assert unknown == ["KVCacheManager.get_computed_blocks"]
     for name in ("add_cli_args", "from_cli_args", "create_engine_config"):

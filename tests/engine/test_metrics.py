@@ -2,7 +2,7 @@
 
 from vllm.v1.metrics.stats import SchedulerStats
 
-from vllm_kvselect.engine.frontend.metrics import StepReport
+from vllm_kvselect.engine.report import StepReport
 
 
 def test_a_report_arrives_as_it_was_sent_and_only_once() -> None:

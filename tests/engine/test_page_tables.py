@@ -8,7 +8,7 @@ import torch
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.step import page_tables
 from vllm_kvselect.engine.step.page_tables import PageTables, SettledRows
-from vllm_kvselect.engine.step.request import Prompt
+from vllm_kvselect.engine.step.request import Request
 from vllm_kvselect.engine.step.state import RetentionState
 
 BLOCK_SIZE, NUM_LAYERS, NUM_KV_HEADS = 4, 2, 3
@@ -86,7 +86,7 @@ def test_prompts_packed_into_the_same_blocks_are_seen(state: RetentionState) -> 
     tables = PageTables(state, BLOCK_SIZE)
     rows = settled([26])
     assert_up_to_date(tables, rows, state)
-    state.complete(Prompt(24, None, EvictionConfig(budget=128)))
+    state.complete(Request(24, EvictionConfig(budget=128), None))
     state.offsets[rows.first_packed_blocks] = torch.tensor(
         [[0, 2, 3, 6], [6, 8, 9, 12]], dtype=torch.int32
     )

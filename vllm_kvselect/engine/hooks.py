@@ -1,17 +1,15 @@
-"""The six places where vLLM has no public extension point, one function each.
+"""Five of the six places where vLLM has no public extension point, one function each.
 
 Each has a matching diff in `patches/` in the form it would be sent upstream. What a hook replaces
-is compared with the source it was written for; where it differs, eviction is refused.
+is compared with the source it was written for (`sources.py`). Where it differs, eviction is
+refused.
+The sixth is in `cuda/graphs.py`, since only workers on CUDA need it.
 """
 
 import functools
-import hashlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-import vllm
-from vllm.config import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator, UnitaryKVCacheCoordinator
@@ -21,34 +19,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerManager
 
 from vllm_kvselect.config import ConfigError
-
-KNOWN_SOURCES = {
-    "AsyncLLM.generate": {"0.32.0": "5bd0ee90459b0e29", "0.33.0": "f8205b7b520cf747"},
-    "AsyncLLM.add_request": {"0.32.0": "ec36c4501b3260fe", "0.33.0": "ec36c4501b3260fe"},
-    "BaseServing._check_model": {"0.32.0": "5a2f4707ffb7f367", "0.33.0": "5a2f4707ffb7f367"},
-    "LLMEngine.add_request": {"0.32.0": "155a97cc606d46ca", "0.33.0": "155a97cc606d46ca"},
-    "StatLoggerManager.__init__": {"0.32.0": "6e75cf036af8369b", "0.33.0": "6e75cf036af8369b"},
-    "EngineArgs.from_cli_args": {"0.32.0": "51a013f61829ac5c", "0.33.0": "51a013f61829ac5c"},
-    "KVCacheManager.get_computed_blocks": {
-        "0.32.0": "77f434d88d573bfe",
-        "0.33.0": "ae0e67c0720ab760",
-    },
-    "UnitaryKVCacheCoordinator.find_longest_cache_hit": {
-        "0.32.0": "3b3bfd695ba86156",
-        "0.33.0": "f431d3ea69db04aa",
-    },
-    "HybridKVCacheCoordinator.find_longest_cache_hit": {
-        "0.32.0": "0d109ac725cf33e2",
-        "0.33.0": "0d109ac725cf33e2",
-    },
-}
-"""SHA-256, first 16 digits, of the vLLM functions that the hooks rely on, by release."""
-
-KNOWN_GRAPH_SOURCES = {
-    "CudagraphDispatcher.dispatch": {"0.32.0": "56eabe7548de3714", "0.33.0": "56eabe7548de3714"},
-    "CudaGraphManager.dispatch": {"0.32.0": "16099f9929707031", "0.33.0": "16099f9929707031"},
-}
-"""The same for what only workers on CUDA rely on."""
+from vllm_kvselect.engine.sources import KNOWN_SOURCES, source_digest, unknown_vllm
 
 
 def install() -> None:
@@ -82,11 +53,6 @@ def unknown_sources() -> list[str]:
         for function in functions
         if source_digest(function) not in KNOWN_SOURCES[function.__qualname__].values()
     ]
-
-
-def source_digest(function: Callable[..., Any]) -> str:
-    """Identifies a function's source."""
-    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
 
 
 def hook_arguments(unknown: list[str]) -> None:
@@ -132,50 +98,6 @@ def hook_arguments(unknown: list[str]) -> None:
     EngineArgs.add_cli_args = staticmethod(add_cli_args_hook)
     EngineArgs.from_cli_args = classmethod(from_cli_args_hook)
     EngineArgs.create_engine_config = create_engine_config_hook
-
-
-def unknown_vllm(unknown: list[str]) -> str:
-    """Says that this vLLM is not one the hooks were written for, and what to do."""
-    known = sorted({release for releases in KNOWN_SOURCES.values() for release in releases})
-    return (
-        f"vLLM {vllm.__version__} is not known to this release of vllm-kvselect "
-        f"({', '.join(unknown)} changed); install vLLM {' or '.join(known)}, or serve without "
-        "--kv-eviction"
-    )
-
-
-def hook_full_graphs(model_runner: Any, is_vetoed: Callable[[], bool]) -> None:
-    """Keeps steps of one worker out of graphs that hold a whole step (patches/0005).
-
-    A batch of one token a row may run as such a graph, also where that token completes a prompt;
-    vLLM chooses the graph before it builds the metadata.
-
-    Args:
-        model_runner: vLLM's, of either version, with its KV cache.
-        is_vetoed: Whether the step that is about to run must be seen in Python.
-
-    Raises:
-        ConfigError: If this vLLM chooses graphs in a way that is not known.
-    """
-    manager = getattr(model_runner, "cudagraph_manager", None)
-    owner = model_runner.cudagraph_dispatcher if manager is None else manager
-    dispatch = owner.dispatch
-    if source_digest(dispatch) not in KNOWN_GRAPH_SOURCES.get(dispatch.__qualname__, {}).values():
-        raise ConfigError(unknown_vllm([dispatch.__qualname__]))
-    signature = inspect.signature(dispatch)
-
-    @functools.wraps(dispatch)
-    def dispatch_hook(*args: Any, **kwargs: Any) -> Any:
-        if not is_vetoed():
-            return dispatch(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        if "uniform_token_count" in given:
-            # No graph of a whole step takes a batch that is not uniform.
-            return dispatch(**{**given, "uniform_token_count": None, "max_query_len": None})
-        invalid = {*(given.get("invalid_modes") or ()), CUDAGraphMode.FULL}
-        return dispatch(**{**given, "invalid_modes": invalid})
-
-    owner.dispatch = dispatch_hook
 
 
 def hook_cache_hits() -> None:

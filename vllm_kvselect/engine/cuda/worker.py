@@ -8,10 +8,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvselect.engine.cuda.builder import CudaMetadataBuilder
+from vllm_kvselect.engine.cuda.graphs import hook_full_graphs
 from vllm_kvselect.engine.cuda.tables import buffer_bytes
 from vllm_kvselect.engine.cuda.warm_up import warm_up
-from vllm_kvselect.engine.frontend.checks import may_pool
-from vllm_kvselect.engine.hooks import hook_full_graphs
 from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.refusal import notes_refusals
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
@@ -96,5 +95,5 @@ class EvictionGPUWorker(EvictionWorker, Worker):
         state = available // (num_layers * spec.page_size_bytes + block) * block
         entries = spec.num_kv_heads * model.max_model_len
         read = 2 * spec.head_size * entries * (2 + model.dtype.itemsize)
-        numbers = 12 + (4 * num_layers if may_pool(self._eviction) else 0)
+        numbers = 12 + (4 * num_layers if self._eviction.may_pool else 0)
         return tables + state + read + 4 * numbers * entries

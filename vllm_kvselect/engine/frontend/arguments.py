@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_kvselect.config import CONFIG_KEY, METHOD_NAMES, ConfigError, EvictionConfig
 from vllm_kvselect.engine import refusal
 from vllm_kvselect.engine.frontend import start_up as report
-from vllm_kvselect.engine.frontend.checks import may_pool, refuse_unsupported
+from vllm_kvselect.engine.frontend.checks import refuse_unsupported
 from vllm_kvselect.engine.frontend.options import add_cli_args as add_cli_args
 from vllm_kvselect.engine.frontend.options import given_options
 from vllm_kvselect.engine.platforms import PLATFORMS, platform, platform_name
@@ -185,5 +185,5 @@ def choose_scheduler(scheduling: SchedulerConfig, eviction: EvictionConfig) -> N
     is_async = bool(scheduling.async_scheduling)
     if eviction.check_integrity:
         scheduling.scheduler_cls = _CHECKED_SCHEDULERS[is_async]
-    elif may_pool(eviction) and scheduling.scheduler_cls is None:
+    elif eviction.may_pool and scheduling.scheduler_cls is None:
         scheduling.scheduler_cls = _POOL_SCHEDULERS[is_async]

@@ -49,13 +49,6 @@ def settings_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list
     return [*_pool_problems(vllm_config, eviction), *_budget_problems(vllm_config, eviction)]
 
 
-def may_pool(eviction: EvictionConfig) -> bool:
-    """Whether a request may run with a method whose layers share pages."""
-    if "method" in eviction.allow_override:
-        return True
-    return eviction.enabled and METHODS[eviction.method].pooled
-
-
 def _platform_problems(vllm_config: VllmConfig) -> list[str]:
     here = platform()
     if here is None:

@@ -1,60 +1,24 @@
 """What eviction did, from the workers to vLLM's `/metrics`.
 
-A worker reports what it packed in a step. The report travels where vLLM carries telemetry of KV
-connectors, from `ModelRunnerOutput` to `SchedulerStats`: connectors are refused with eviction, so
-nothing else uses it. `EvictionStatLogger` takes it out in the front end.
+A worker reports what it packed in a step (`report.py`). `EvictionStatLogger` takes the report out
+of vLLM's statistics in the front end.
 """
 
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 from vllm.v1.metrics.utils import create_metric_per_engine
-from vllm.v1.outputs import KVConnectorOutput
 
-from vllm_kvselect.config import CONFIG_KEY
 from vllm_kvselect.engine.frontend.arguments import server_config
 from vllm_kvselect.engine.frontend.start_up import block_bytes, block_entries
+from vllm_kvselect.engine.report import StepReport
 from vllm_kvselect.request import REFUSAL_REASONS, RefusalReason
 
 _RATIOS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-
-
-@dataclass
-class StepReport:
-    """What a worker did in one step; plain values, since it crosses processes.
-
-    Attributes:
-        prompts: `[prompt length in tokens, blocks freed]` of each prompt packed for the first time.
-        selection_seconds: Time spent scoring, selecting and packing, in all layers, since the last
-            report; also for prompts that ended before they were packed.
-        num_saved_blocks: Blocks that live requests would hold as well, had nothing been dropped.
-    """
-
-    prompts: list[list[int]]
-    selection_seconds: float
-    num_saved_blocks: int
-
-    def as_connector_output(self) -> KVConnectorOutput:
-        """The report in the envelope in which vLLM's scheduler passes it on."""
-        return KVConnectorOutput(kv_connector_stats=KVConnectorStats({CONFIG_KEY: asdict(self)}))
-
-    @classmethod
-    def take(cls, stats: SchedulerStats) -> "StepReport | None":
-        """Takes the report out of a step's statistics.
-
-        vLLM's own loggers would take what they find there for a connector's.
-        """
-        found = stats.kv_connector_stats
-        if not found or CONFIG_KEY not in found:
-            return None
-        stats.kv_connector_stats = None
-        return cls(**found[CONFIG_KEY])
 
 
 class EvictionStatLogger(AggregateStatLoggerBase):

@@ -21,9 +21,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_kvselect.config import CONFIG_KEY, ConfigError, EvictionConfig
-from vllm_kvselect.engine.frontend.metrics import StepReport
 from vllm_kvselect.engine.models import refuse_mixed_groups
 from vllm_kvselect.engine.refusal import notes_refusals
+from vllm_kvselect.engine.report import StepReport
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, with_eviction
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
 from vllm_kvselect.engine.step.layer import HeadwiseImpl

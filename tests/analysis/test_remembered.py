@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.evaluation.test_retained import LAYERS, make_config, make_prompt
+from tests.analysis.test_retained import LAYERS, make_config, make_prompt
 from vllm_kvselect.analysis import remembered
 from vllm_kvselect.analysis.remembered import remembering
 from vllm_kvselect.analysis.retained import retained_entries

@@ -10,7 +10,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tests.evaluation.conftest import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS
+from tests.analysis.conftest import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS
 from vllm_kvselect.analysis.capture import Layer, capture, continue_prompt
 from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.analysis.perturbation import following_attention, head_outputs

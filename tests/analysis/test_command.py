@@ -9,7 +9,7 @@ import pytest
 from matplotlib.image import imread
 from typer.testing import CliRunner, Result
 
-from tests.evaluation.conftest import NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS
+from tests.analysis.conftest import NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS
 from vllm_kvselect.analysis.analyses import bound
 from vllm_kvselect.analysis.perturbation import theta
 from vllm_kvselect.analysis.settings import ANALYSIS_NAMES, DEFAULTS, AnalysisName
