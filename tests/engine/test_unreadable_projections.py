@@ -26,6 +26,7 @@ from vllm_kvselect.engine.step.output_projection import (
     _in_place_of,
     _named_after_gates,
 )
+from vllm_kvselect.methods.registry import METHODS
 
 pytestmark = pytest.mark.engine
 SIZES = {**SHAPE, "num_hidden_layers": 2, "max_position_embeddings": 512}
@@ -97,9 +98,10 @@ def test_a_gated_model_serves_methods_without_norms_and_refuses_others_per_reque
             with pytest.raises(RequestRefusedError, match=REFUSED) as caught:
                 llm.generate(PROMPT, params(method), use_tqdm=False)
             assert caught.value.parameter == "extra_args.kv_eviction"
-            offered = str(caught.value).rpartition("choose one of ")[2]
-            assert re.match(r"streaming-llm, random, h2o, snapkv, adakv", offered)
-            assert "perturb" not in offered
+            offered = re.search(r"choose one of (.*) \(parameter", str(caught.value))
+            assert offered
+            others = {name for name in METHODS if not METHODS[name].perturbation}
+            assert {*offered[1].split(", ")} == others >= {"snapkv", "h2o"}
     finally:
         llm.llm_engine.engine_core.shutdown()
 
