@@ -11,12 +11,17 @@ from rich.table import Table
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cpu
 from vllm_kvselect.kernels.base import Kernels
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.machine import fast_dtype
+from vllm_kvselect.methods.registry import METHODS, scorer_named
+from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting.pruning import needed_value_norms
 from vllm_kvselect.selecting.selection import stage_1_mask
 
-BF16 = 2
+
+def dtype_on(device: str) -> torch.dtype:
+    """The data type that a device multiplies fast."""
+    return fast_dtype() if device == "cpu" else torch.bfloat16
 
 
 class LayerShape(NamedTuple):
@@ -58,7 +63,7 @@ class Machine(NamedTuple):
 
     Attributes:
         bandwidth: Bytes read and written per second by a large copy.
-        rate: Operations per second of a large product in bfloat16.
+        rate: Operations per second of a large product in the type that the device multiplies fast.
     """
 
     bandwidth: float
@@ -74,15 +79,17 @@ def parts(
 ) -> list[Part]:
     """The parts of one layer's selection for a prompt, each with its inputs ready."""
     method, block_size = METHODS[config.method], shape.block_size
-    query, key, value, projection = layer(shape, length, config.window, device)
+    inputs = layer(shape, length, config.window, device)
+    projection = inputs.output_projection
+    assert projection is not None
     prepared = cpu.pack(projection) if kernels is cpu.KERNELS else projection
-    scale = shape.head_size**-0.5
     num_packed = max(1, round(config.budget * length) // block_size - 1)
     num_retained = num_packed * shape.kv_heads * block_size
     num_tokens = (length - config.window) // block_size * block_size
-    value = value[:, :num_tokens]
-    scorer, allocate = kernels.scorer(method.scorer), getattr(kernels, method.allocator)
-    scores = scorer(query, key, scale, config)[:, :num_tokens]
+    key, value = inputs.key, inputs.value[:, :num_tokens]
+    scorer = kernels.scorer(scorer_named(method.scorer))
+    allocate = getattr(kernels, method.allocator)
+    scores = scorer(inputs, config)[:, :num_tokens]
     pages = allocate(scores, num_packed, block_size, config)
     budgets = pages * block_size
     options = (budgets, num_retained, config.alpha, config.eps)
@@ -96,8 +103,8 @@ def parts(
     return [
         Part(
             "window attention, pooled",
-            lambda: scorer(query, key, scale, config),
-            key.numel() * BF16 + row,
+            lambda: scorer(inputs, config),
+            key.nbytes + row,
             products * config.window * length,
         ),
         Part(
@@ -109,7 +116,7 @@ def parts(
         Part(
             f"two stages, {num_norms / scores.numel():.0%} of the norms",
             lambda: kernels.select_pruned(scores, scores, value, prepared, *options),
-            (value.numel() + projection.weight.numel()) * BF16 + row + 8 * num_retained,
+            value.nbytes + projection.weight.nbytes + row + 8 * num_retained,
             # The bounds of all, the projection of those needed.
             2 * value.numel() * shape.head_size
             + 2 * num_norms * shape.head_size * shape.group * shape.hidden_size,
@@ -123,7 +130,7 @@ def _reads_of_tensors(
     key: torch.Tensor, value: torch.Tensor, retained: torch.Tensor, kernels: Kernels
 ) -> list[Part]:
     """Reads where keys and values are at hand."""
-    num_tokens, num_bytes = value.shape[1], 4 * retained.numel() * value.shape[2] * BF16
+    num_tokens, num_bytes = value.shape[1], 4 * retained.numel() * value.shape[2] * value.itemsize
     gather = kernels.gather_entries
     return [
         Part(
@@ -139,7 +146,8 @@ def _reads_of_pages(
     shape: LayerShape, retained: torch.Tensor, num_tokens: int, kernels: Kernels
 ) -> list[Part]:
     """Reads where keys and values are in pages, whose elements stand in fours."""
-    size = shape.block_size * shape.head_size * BF16 // 8
+    width = shape.head_size * dtype_on("cpu").itemsize
+    size = shape.block_size * width // 8
     num_pages = shape.kv_heads * num_tokens // shape.block_size
     cache = torch.randint(2**62, (num_pages, 2 * size))
     keys, values = torch.arange(2 * size, dtype=torch.int32).split(size)
@@ -157,29 +165,28 @@ def _reads_of_pages(
             lambda: [
                 kernels.read_entries(cache, slots, p, shape.block_size) for p in (keys, values)
             ],
-            4 * retained.numel() * shape.head_size * BF16,
+            4 * retained.numel() * width,
             0,
         ),
     ]
 
 
-def layer(
-    shape: LayerShape, length: int, window: int, device: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, OutputProjection]:
+def layer(shape: LayerShape, length: int, window: int, device: str) -> ScoringInputs:
     """Queries of the window, keys and values as the fused projection leaves them, and W_O."""
+    dtype = dtype_on(device)
     torch.manual_seed(0)
     heads = shape.kv_heads * (shape.group + 2)
     fused = torch.randn(length, heads, shape.head_size, device=device)
     # Values differ in strength, as real ones do.
     fused *= torch.rand(length, heads, 1, device=device) ** 2
     sizes = (shape.kv_heads * shape.group, shape.kv_heads, shape.kv_heads)
-    query, key, value = fused.bfloat16().split(sizes, dim=1)
+    query, key, value = fused.to(dtype).split(sizes, dim=1)
     weight = torch.randn(
         shape.kv_heads, shape.head_size, shape.group, shape.hidden_size, device=device
     )
-    weight = (weight * shape.hidden_size**-0.5).bfloat16()
+    weight = (weight * shape.hidden_size**-0.5).to(dtype)
     tensors = (query[-window:], key.transpose(0, 1), value.transpose(0, 1))
-    return *tensors, OutputProjection.of(weight)
+    return ScoringInputs(*tensors, shape.head_size**-0.5, OutputProjection.of(weight))
 
 
 def report(

@@ -10,6 +10,7 @@ import ctypes
 import json
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -182,12 +183,12 @@ def _extra_memory(length: int, config: EvictionConfig) -> int:
     num_packed = max(1, round(config.budget * length) // BLOCK_SIZE - 1)
 
     def select(length: int, num_tokens: int, num_packed: int) -> int:
-        query, key, value, projection = layer(SHAPE, length, config.window, True, "cpu")
-        arguments = (projection, SHAPE.head_size**-0.5, num_packed, BLOCK_SIZE, config)
+        whole = layer(SHAPE, length, config.window, "cpu")
+        inputs = replace(whole, value=whole.value[:, :num_tokens])
         ctypes.CDLL(None).malloc_trim(0)  # freed memory that selection would take without a trace
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-        retain(query, key, value[:, :num_tokens], *arguments, kernels=kernels)
+        retain(inputs, num_packed, BLOCK_SIZE, config, kernels)
         return _resident("VmHWM") - before
 
     kernels = cpu.load()

@@ -1,8 +1,8 @@
 """Each part of selection alone, against the floor that this machine sets.
 
 Random tensors in the shape of one layer of the small model (9 query and 3 KV heads of 64 channels,
-hidden size 576, bfloat16), one thread, as vLLM's CPU worker computes; caches are flushed before
-every call. The floor of a part is the larger of its bytes over the measured copy bandwidth and its
+hidden size 576, in the type that the processor multiplies fast), one thread, as vLLM's CPU worker
+computes; caches are flushed before every call. The floor of a part is the larger of its bytes over the measured copy bandwidth and its
 multiplications over the measured matrix rate.
 """
 
@@ -18,6 +18,7 @@ from _selection import LayerShape, Machine, parts, report
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cpu
 from vllm_kvselect.kernels.base import REFERENCES
+from vllm_kvselect.machine import fast_dtype
 
 SHAPE = LayerShape(kv_heads=3, group=3, head_size=64, hidden_size=576, block_size=32)
 
@@ -63,8 +64,8 @@ def copy_bandwidth() -> float:
 
 
 def matrix_rate() -> float:
-    """Operations per second of a large product in bfloat16."""
-    left, right = torch.randn(2, 2048, 2048).bfloat16()
+    """Operations per second of a large product in the type that this processor multiplies fast."""
+    left, right = torch.randn(2, 2048, 2048).to(fast_dtype())
     return 2 * 2048**3 / min(timed(lambda: left @ right) for _ in range(5))
 
 
