@@ -1,9 +1,9 @@
 """Each part of selection alone, against the floor that this machine sets.
 
 Random tensors in the shape of one layer of the small model (9 query and 3 KV heads of 64 channels,
-hidden size 576, in the type that the processor multiplies fast), one thread, as vLLM's CPU worker
-computes; caches are flushed before every call. The floor of a part is the larger of its bytes over the measured copy bandwidth and its
-multiplications over the measured matrix rate.
+hidden size 576), in the type that the processor multiplies fast. One thread, as vLLM's CPU worker
+computes; caches are flushed before every call. The floor of a part is the larger of its bytes over
+the measured copy bandwidth and its multiplications over the measured matrix rate.
 """
 
 import statistics
