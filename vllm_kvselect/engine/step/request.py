@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -15,8 +15,12 @@ from vllm_kvselect.request import planned_config
 from vllm_kvselect.retention import Cut, cuts
 from vllm_kvselect.scoring.observer import Observer
 
-if TYPE_CHECKING:
-    from vllm_kvselect.engine.step.packing import Packing
+
+class PendingCut(Protocol):
+    """A cut that is being made: a `Packing`."""
+
+    def finish_all(self) -> None:
+        """Chooses what is retained, in all layers that wait for it."""
 
 
 class Phase(Enum):
@@ -50,7 +54,7 @@ class Request:
     phase: Phase = Phase.PREFILLING
     is_counted: bool = False
     observer: Observer | None = None
-    packing: "Packing | None" = None
+    packing: PendingCut | None = None
 
     @classmethod
     def planned(cls, num_prompt_tokens: int, block_size: int, eviction: EvictionConfig) -> Self:

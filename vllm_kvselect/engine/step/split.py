@@ -189,6 +189,7 @@ class Splitter:
             request.packing = Packing(
                 request, self._state, blocks, first_packed, self._block_size, waits
             )
+        assert isinstance(request.packing, Packing)
         return request.packing
 
     def _may_wait(self, rows: Rows, row: int) -> bool:
