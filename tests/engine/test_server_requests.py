@@ -265,7 +265,7 @@ def test_top_shows_what_the_server_says(server: str, text_tokens: list[int]) -> 
     assert "0 running, 0 waiting" in result.stdout
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(render(snapshot))
+        console.print(render(snapshot, server))
     assert "1 running, 0 waiting" in capture.get()
 
 

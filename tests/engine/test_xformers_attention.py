@@ -17,7 +17,7 @@ from vllm_kvselect.engine.cuda import xformers_attention
 from vllm_kvselect.engine.cuda.xformers_attention import SplitKAttention
 from vllm_kvselect.engine.frontend import checks
 from vllm_kvselect.kernels import cuda
-from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.paging.page_table import PageTable
 
 pytest.importorskip("xformers")
@@ -87,7 +87,7 @@ def test_layers_with_sinks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     flash_attention.install(monkeypatch)
     config = vllm_config(dtype="float16")
     with pytest.raises(ConfigError, match="attention sinks; leave decode_attention out"):
-        Layers(eviction(decode_attention="xformers"), {}, config, with_sinks=True)
+        Layers(eviction(decode_attention="xformers"), REFERENCES, config, with_sinks=True)
 
 
 def test_it_is_refused_where_it_is_not_installed_or_triton_is_too_new(
