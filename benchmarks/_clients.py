@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+import _root  # noqa: F401 (makes `tests` importable)
 import httpx
 
-from vllm_kvselect.mixture import MAX_MODEL_LEN, Request
+from tests.mixture import MAX_MODEL_LEN, Request
 
 MODEL_NAME = "soak"
 SECONDS = 120.0

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import _root  # noqa: F401 (makes `tests` importable)
 import typer
 from _engine import (
     Job,
@@ -29,7 +30,7 @@ from _texts import plain_prompts
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvselect.mixture import (
+from tests.mixture import (
     BLOCK_SIZE,
     GREEDY,
     KINDS,

@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Annotated, Any
 
+import _root  # noqa: F401 (makes `tests` importable)
 import httpx
 import psutil
 import typer
@@ -28,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvselect.mixture import KINDS, MAX_MODEL_LEN, SERVER, Request, draw
+from tests.mixture import KINDS, MAX_MODEL_LEN, SERVER, Request, draw
 from vllm_kvselect.shallow_model import shallow_copy
 
 WARM_UP = 0.5

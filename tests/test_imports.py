@@ -15,7 +15,6 @@ WITHOUT_TORCH = (
     "cli",
     "config",
     "methods.registry",
-    "mixture",
     "request",
     "retention",
     "tiny_model",

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.engine.conftest import SHALLOW_LAYERS, Engine, EngineFactory
-from vllm_kvselect.mixture import (
+from tests.mixture import (
     BLOCK_SIZE,
     GREEDY,
     KINDS,

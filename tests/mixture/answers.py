@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from vllm_kvselect.mixture.requests import Request
+from tests.mixture.requests import Request
 
 if TYPE_CHECKING:
     from vllm import RequestOutput

@@ -4,8 +4,8 @@
 one request. For tests and benchmarks of an engine; nothing that serves imports it.
 """
 
-from vllm_kvselect.mixture.answers import Answer, difference
-from vllm_kvselect.mixture.requests import (
+from tests.mixture.answers import Answer, difference
+from tests.mixture.requests import (
     BLOCK_SIZE,
     GREEDY,
     KINDS,
@@ -15,7 +15,7 @@ from vllm_kvselect.mixture.requests import (
     Request,
     draw,
 )
-from vllm_kvselect.mixture.serving import serve, serve_alone
+from tests.mixture.serving import serve, serve_alone
 
 __all__ = [
     "BLOCK_SIZE",

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvselect.mixture.answers import Answer
-from vllm_kvselect.mixture.requests import LORA_ADAPTER, Request
+from tests.mixture.answers import Answer
+from tests.mixture.requests import LORA_ADAPTER, Request
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
