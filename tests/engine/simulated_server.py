@@ -28,7 +28,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.engine.tagged_worker import NUM_KV_HEADS, TaggedWorker, retained_blocks
+from tests.engine.tagged_rows import retained_blocks
+from tests.engine.tagged_worker import NUM_KV_HEADS, TaggedWorker
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.scheduler.integrity import find_violations
 from vllm_kvselect.engine.scheduler.pool_scheduler import PoolAsyncScheduler, PoolScheduler

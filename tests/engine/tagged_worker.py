@@ -7,7 +7,6 @@ the reading request must see.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from random import Random
 from unittest.mock import patch
@@ -15,9 +14,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from tests.engine.tagged_rows import Row, require
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.step.packing import Packing
 from vllm_kvselect.engine.step.request import LiveRequests, Phase
@@ -29,76 +29,6 @@ from vllm_kvselect.scoring.inputs import ScoringInputs
 
 NUM_LAYERS, NUM_KV_HEADS = 2, 2
 CODES = np.arange(NUM_LAYERS * NUM_KV_HEADS).reshape(NUM_LAYERS, NUM_KV_HEADS)
-
-
-class WrongEntryError(AssertionError):
-    """A request read something other than its own entries."""
-
-
-def require(condition: object, *explanation: object) -> None:
-    if not condition:
-        raise WrongEntryError(" ".join(map(str, explanation)))
-
-
-@dataclass(frozen=True)
-class Retained:
-    """What a request must retain, found by counting blocks and not by the package's formulas.
-
-    Attributes:
-        position: Tokens that read everything; those after them read what is retained.
-        num_freed: Blocks freed then.
-        tail_start: Index of the first block after the packed ones.
-    """
-
-    position: int
-    num_freed: int
-    tail_start: int
-
-
-def retained_blocks(
-    num_prompt_tokens: int, block_size: int, eviction: EvictionConfig
-) -> Retained | None:
-    """The fewest whole blocks that, with the blocks of the window, meet the budget."""
-    if eviction.method == "none":
-        return None
-    budget = eviction.budget
-    if isinstance(budget, float):
-        budget = int(np.ceil(budget * num_prompt_tokens))
-    tail_start = 0
-    while (tail_start + 1) * block_size <= num_prompt_tokens - eviction.window:
-        tail_start += 1
-    first_retained = tail_start - 1
-    while first_retained > 0 and num_prompt_tokens - first_retained * block_size < budget:
-        first_retained -= 1
-    if first_retained <= 0:
-        return None
-    return Retained(num_prompt_tokens, first_retained, tail_start)
-
-
-class Row:
-    """A request as the model runner knows it: its tokens, their tags and its block table."""
-
-    def __init__(
-        self, new: NewRequestData, eviction: EvictionConfig, block_size: int, max_len: int
-    ) -> None:
-        prompt = new.prompt_token_ids or []
-        self.request_id, self.num_prompt_tokens = new.req_id, len(prompt)
-        self.eviction = eviction
-        self.tokens, self.table = list(prompt), list(new.block_ids[0])
-        self.num_computed, self.num_new = new.num_computed_tokens, 0
-        self.tags = np.zeros(max_len + 1, dtype=np.int64)
-        self.num_tagged = 0
-        self.retained = retained_blocks(len(prompt), block_size, eviction)
-        self.packed: list[list[np.ndarray]] = []
-
-    @property
-    def seq_len(self) -> int:
-        return self.num_computed + self.num_new
-
-    @property
-    def stock_len(self) -> int:
-        """Tokens whose attention reads the whole cache."""
-        return min(self.seq_len, self.retained.position) if self.retained else self.seq_len
 
 
 def tags_of_queries(inputs: ScoringInputs) -> torch.Tensor:

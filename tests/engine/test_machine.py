@@ -15,7 +15,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from tests.engine.machine import BlockAccounting
 from tests.engine.simulated_server import IntegrityError, LostError, Server, Settings
-from tests.engine.tagged_worker import WrongEntryError
+from tests.engine.tagged_rows import WrongEntryError
 from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
 from vllm_kvselect.engine.scheduler import block_manager
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager

@@ -160,7 +160,7 @@ _KEYDIFF = Method(
     paper="KeyDiff, arXiv 2504.15364",
     summary="keys that are unlike the others of their head, whatever is asked later",
     cost="one pass over the keys",
-    limits="blind to what is asked; common words with common keys are dropped first",
+    limits="blind to what is asked; keys like the average are dropped first",
 )
 
 METHODS: dict[str, Method] = {

@@ -1,5 +1,6 @@
 """Packing: one cut of one request, made layer by layer."""
 
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -78,14 +79,28 @@ class Packing:
         self.block_size, self.waits = block_size, waits
         self.is_pooled = request.method.pooled
         self._state = state
-        self._observer = request.observed_by(state.num_layers)
         self._kept = KeptCandidates(state.num_layers) if waits or self.is_pooled else None
         self._waiting: list[tuple[PackingLayer, Candidates]] = []
-        # For all layers at once: a few integers for each entry.
-        self.pages = head_pages(blocks, state.num_kv_heads)
-        self.competing_pages = self.pages[:, : self.cut.tail_start].contiguous()
-        packed = blocks[self.cut.first_packed : self.cut.tail_start]
-        self.slots = packed_slots(packed, state.num_kv_heads, block_size)
+
+    @cached_property
+    def pages(self) -> torch.Tensor:
+        """Pages up to the cut, the same in every layer, `[num_kv_heads, num_blocks]` int64."""
+        return head_pages(self.blocks, self._state.num_kv_heads)
+
+    @cached_property
+    def competing_pages(self) -> torch.Tensor:
+        """Those before the tail."""
+        return self.pages[:, : self.cut.tail_start].contiguous()
+
+    @cached_property
+    def packed_blocks(self) -> torch.Tensor:
+        """Ids of the packed blocks, `[num_packed]` int64."""
+        return self.blocks[self.cut.first_packed : self.cut.tail_start]
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """Where a layer's retained entries go, in the one-head view of its cache, int64."""
+        return packed_slots(self.packed_blocks, self._state.num_kv_heads, self.block_size)
 
     @property
     def num_competing(self) -> int:
@@ -99,7 +114,8 @@ class Packing:
             layer: The layer; they come in order.
             inputs: Keys up to the cut, and values of the entries that compete.
         """
-        candidates = score_layer(inputs, self.eviction, layer.kernels, self._observer)
+        observer = self.request.observed_by(self._state.num_layers)
+        candidates = score_layer(inputs, self.eviction, layer.kernels, observer)
         if self._kept is not None:
             candidates = self._kept.keep(layer.layer_index, candidates)
         if self._is_last(layer):
@@ -162,8 +178,7 @@ class Packing:
         sources = retained_slots(
             retention.retained, self.num_competing, self.blocks, *sizes, num_blocks
         )
-        packed = self.blocks[self.cut.first_packed : self.cut.tail_start]
-        targets = pool_slots(packed, *sizes, self._state.num_layers, num_blocks)
+        targets = pool_slots(self.packed_blocks, *sizes, self._state.num_layers, num_blocks)
         layer.move_slots(all_layers(layer.kv_cache), sources, targets)
         # [num_layers * num_kv_heads + 1] -> [num_layers, num_kv_heads + 1], ends shared
         by_layer = retention.offsets.unfold(0, num_kv_heads + 1, num_kv_heads)

@@ -1,0 +1,78 @@
+"""Requests of the tagged worker, and what each must retain, by no formula of the package."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from vllm.v1.core.sched.output import NewRequestData
+
+from vllm_kvselect.config import EvictionConfig
+
+
+class WrongEntryError(AssertionError):
+    """A request read something other than its own entries."""
+
+
+def require(condition: object, *explanation: object) -> None:
+    if not condition:
+        raise WrongEntryError(" ".join(map(str, explanation)))
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What a request must retain, found by counting blocks and not by the package's formulas.
+
+    Attributes:
+        position: Tokens that read everything; those after them read what is retained.
+        num_freed: Blocks freed then.
+        tail_start: Index of the first block after the packed ones.
+    """
+
+    position: int
+    num_freed: int
+    tail_start: int
+
+
+def retained_blocks(
+    num_prompt_tokens: int, block_size: int, eviction: EvictionConfig
+) -> Retained | None:
+    """The fewest whole blocks that, with the blocks of the window, meet the budget."""
+    if eviction.method == "none":
+        return None
+    budget = eviction.budget
+    if isinstance(budget, float):
+        budget = int(np.ceil(budget * num_prompt_tokens))
+    tail_start = 0
+    while (tail_start + 1) * block_size <= num_prompt_tokens - eviction.window:
+        tail_start += 1
+    first_retained = tail_start - 1
+    while first_retained > 0 and num_prompt_tokens - first_retained * block_size < budget:
+        first_retained -= 1
+    if first_retained <= 0:
+        return None
+    return Retained(num_prompt_tokens, first_retained, tail_start)
+
+
+class Row:
+    """A request as the model runner knows it: its tokens, their tags and its block table."""
+
+    def __init__(
+        self, new: NewRequestData, eviction: EvictionConfig, block_size: int, max_len: int
+    ) -> None:
+        prompt = new.prompt_token_ids or []
+        self.request_id, self.num_prompt_tokens = new.req_id, len(prompt)
+        self.eviction = eviction
+        self.tokens, self.table = list(prompt), list(new.block_ids[0])
+        self.num_computed, self.num_new = new.num_computed_tokens, 0
+        self.tags = np.zeros(max_len + 1, dtype=np.int64)
+        self.num_tagged = 0
+        self.retained = retained_blocks(len(prompt), block_size, eviction)
+        self.packed: list[list[np.ndarray]] = []
+
+    @property
+    def seq_len(self) -> int:
+        return self.num_computed + self.num_new
+
+    @property
+    def stock_len(self) -> int:
+        """Tokens whose attention reads the whole cache."""
+        return min(self.seq_len, self.retained.position) if self.retained else self.seq_len
