@@ -55,11 +55,11 @@ docs: develop ## build the documentation site into site/; broken links and ancho
 demo: install ## run the demo
 	$(BIN)/python benchmarks/demo.py
 
-# The table of the README's quality row, in about 20 minutes on two cores.
+# The table of the README's quality row, in about 15 minutes on two cores.
 evaluate: develop ## measure what the small model still answers after eviction (ARGS=more options)
-	$(BIN)/vllm-kvselect evaluate ruler --tasks niah_single_1,niah_single_2,niah_multikey_1 \
+	$(BIN)/vllm-kvselect evaluate ruler --tasks niah_single_1,niah_single_2 \
 		--lengths 2048 --max-tokens 14 --num-examples 8 --scenarios regular,context-only \
-		--methods random,streaming-llm,snapkv-perturb,adakv-perturb,thetakv,layer-defensivekv \
+		--methods random,streaming-llm,snapkv-perturb,adakv-perturb,thetakv,layer-defensivekv,layer-probe \
 		--out evaluation $(ARGS)
 
 clean: ## remove .venv, caches and build output

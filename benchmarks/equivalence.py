@@ -125,6 +125,11 @@ def measure(job: Job) -> dict[str, Any]:
         "answers": {key: asdict(answer) for key, answer in answers.items()},
         "seen": seen,
         "num_evicted": counted["num_evicted"],
+        "contexts_found": sum(
+            found.value
+            for found in llm.get_metrics()
+            if found.name == "vllm:kv_eviction_context_hits"
+        ),
         "async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
         **describe(llm),
     }
@@ -164,6 +169,7 @@ def _summary(
         "resets_of_everybody": seen["resets"],
         "prompts_evicted": together["num_evicted"],
         "cached_tokens": seen["cached tokens"],
+        "contexts_found": together["contexts_found"],
         "tokens": seen["tokens"],
         "seconds_alone": round(expected["seconds"], 1),
         "seconds_together": round(together["seconds"], 1),
@@ -189,8 +195,8 @@ def _print_table(
     console.print(
         f"{summary['preemptions']} preemptions, {summary['prompts_evicted']} prompts evicted, "
         f"{summary['left_early']} clients left, {summary['cached_tokens']} tokens from the "
-        f"prefix cache; {summary['seconds_alone']} s alone, {summary['seconds_together']} s "
-        "together"
+        f"prefix cache, {summary['contexts_found']} contexts found; "
+        f"{summary['seconds_alone']} s alone, {summary['seconds_together']} s together"
     )
 
 

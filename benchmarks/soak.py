@@ -142,6 +142,7 @@ def _summary(
         "fuzzed_failures": len(failures),
         "preemptions": after["preemptions"],
         "prompts_evicted": after["prompts_evicted"],
+        "contexts_found": after["contexts_found"],
         "resident_mib": [state["resident_mib"] for state in states],
         "growth": round(growth, 4),
         "leaks": {name: after[name] for name in LEAKS},
@@ -171,6 +172,7 @@ async def _idle(http: httpx.AsyncClient, server: Server) -> dict[str, Any]:
         "requests_remembered": worker["num_requests"],
         "preemptions": metrics["vllm:num_preemptions_total"],
         "prompts_evicted": metrics["vllm:kv_eviction_requests_total"],
+        "contexts_found": metrics["vllm:kv_eviction_context_hits_total"],
         "resident_mib": _resident_mib(server.pid),
     }
 
@@ -203,8 +205,8 @@ def _print_table(clients: Clients, summary: dict[str, Any]) -> None:
     before, warm, after = summary["resident_mib"]
     console.print(
         f"{summary['preemptions']:.0f} preemptions, {summary['prompts_evicted']:.0f} prompts "
-        f"evicted; resident MiB by process: {before} before, {warm} after warm-up, {after} at the "
-        "end"
+        f"evicted, {summary['contexts_found']:.0f} contexts found; resident MiB by process: "
+        f"{before} before, {warm} after warm-up, {after} at the end"
     )
     for problem in summary["problems"]:
         console.print(problem, markup=False)

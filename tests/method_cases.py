@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
+from tests.strategies import Layer, Shape, rotation, scoring_inputs
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.value_norms import OutputProjection
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,32 @@ class MethodCase:
         """The configuration of the case; `values` (budget, window) come from the test."""
         return EvictionConfig.parse({"method": self.method, **self.values, **values})
 
+    def inputs(self, shape: Shape, layer: Layer, layer_index: int = 0) -> ScoringInputs:
+        """What the method is given of a layer, which may have more tokens than the prompt."""
+        method = METHODS[self.method]
+        prompt = slice(shape.num_prompt_tokens)
+        return scoring_inputs(
+            layer.prompt_query[prompt] if method.whole_prompt else layer.query,
+            layer.key[:, prompt],
+            shape.scale,
+            layer.value[:, : shape.num_tokens],
+            OutputProjection.of(layer.output_projection) if method.perturbation else None,
+            layer.sinks,
+            layer_index,
+            rotation(shape.head_size) if method.rotation else None,
+            layer.probe if method.probe else None,
+        )
+
 
 METHOD_CASES: tuple[MethodCase, ...] = (
     *(MethodCase(name) for name in METHODS),
     MethodCase("streaming-llm", {"num_sinks": 0}),
     MethodCase("streaming-llm", {"num_sinks": 1000}),
     MethodCase("random", {"seed": 2**32 - 1}),
+    MethodCase("expected-attention", {"num_sinks": 0, "expected_eps": 0.0}),
+    MethodCase("expected-attention", {"num_sinks": 1000, "future": 1}),
+    MethodCase("probe", {"num_sinks": 0}),
+    MethodCase("layer-probe", {"num_sinks": 1000}),
     MethodCase("snapkv", {"kernel_size": 1}),
     MethodCase("snapkv", {"kernel_size": 3, "pooling": "mean"}),
     MethodCase("snapkv", {"kernel_size": 101}),

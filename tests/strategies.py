@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.rotation import Rotation
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 BLOCK_SIZES = (4, 8, 16, 32)
@@ -122,6 +123,7 @@ class Layer:
         output_projection: `[num_kv_heads, head_size, group, hidden_size]`.
         prompt_query: Queries of the whole prompt, `[num_prompt_tokens, num_heads, head_size]`.
         sinks: Attention sinks, `[num_heads]`, or None.
+        probe: `[num_features, num_kv_heads]`, float32.
     """
 
     query: torch.Tensor
@@ -129,7 +131,8 @@ class Layer:
     value: torch.Tensor
     output_projection: torch.Tensor
     prompt_query: torch.Tensor
-    sinks: torch.Tensor | None = None
+    sinks: torch.Tensor | None
+    probe: torch.Tensor
 
 
 def random_layer(
@@ -161,7 +164,27 @@ def random_layer(
         output_projection=projection.to(dtype),
         prompt_query=torch.cat([earlier, query]).to(dtype),
         sinks=(3 + 2 * normal(shape.num_heads)).to(dtype) if with_sinks else None,
+        probe=random_probe(shape.num_kv_heads, shape.group, shape.head_size, seed),
     )
+
+
+def random_probe(num_kv_heads: int, group: int, head_size: int, seed: int) -> torch.Tensor:
+    """Draws a probe whose heads do not agree on how much their entries matter."""
+    generator = torch.Generator().manual_seed(seed)
+    num_features = (group + 2) * head_size + 1
+    return 0.3 * torch.randn(num_features, num_kv_heads, generator=generator)
+
+
+def frequencies(head_size: int) -> list[float]:
+    """Angles by which a position rotates the pairs of a head's channels, all but the last two."""
+    return [100.0 ** (-pair / head_size) for pair in range(head_size // 2 - 1)]
+
+
+def rotation(head_size: int, num_positions: int = 1024) -> Rotation:
+    """Those angles as tables."""
+    positions = torch.arange(num_positions, dtype=torch.float64)
+    angles = positions[:, None] * torch.tensor(frequencies(head_size), dtype=torch.float64)
+    return Rotation(angles.cos(), angles.sin())
 
 
 def scoring_inputs(
@@ -172,7 +195,10 @@ def scoring_inputs(
     projection: OutputProjection | None = None,
     sinks: torch.Tensor | None = None,
     layer_index: int = 0,
+    rotated_by: Rotation | None = None,
+    probe: torch.Tensor | None = None,
 ) -> ScoringInputs:
     """What a scorer reads; without values, keys stand in for them."""
     value = key if value is None else value
-    return ScoringInputs(query, key, value, scale, projection, sinks, layer_index)
+    given = (query, key, value, scale, projection, sinks, layer_index, rotated_by)
+    return ScoringInputs(*given, probe=probe)

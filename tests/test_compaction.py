@@ -19,7 +19,6 @@ from tests.strategies import (
     many,
     prompt_lengths,
     random_layer,
-    scoring_inputs,
     seeds,
     some,
 )
@@ -36,7 +35,6 @@ from vllm_kvselect.paging.compaction import (
 )
 from vllm_kvselect.paging.page_table import PageTable, headwise_page_table
 from vllm_kvselect.retention import Cut, cuts
-from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting.ranking import Candidates
 
 block_ids = st.lists(st.integers(1, 500), min_size=1, max_size=6, unique=True)
@@ -175,31 +173,20 @@ class ToyCache:
                 entry = torch.cat([layer.key[head, token], layer.value[head, token]])
                 memory[prompt.blocks[index], head, offset] = entry
 
-    def compact(self, prompt: Prompt, config: EvictionConfig) -> None:
+    def compact(self, prompt: Prompt, case: MethodCase, config: EvictionConfig) -> None:
         """Retains, moves the retained entries and frees the blocks before them."""
         shape, cut = prompt.shape, prompt.cut
         if cut is None:
             return
-        num_prompt_tokens, num_kv_heads = shape.num_prompt_tokens, shape.num_kv_heads
+        num_kv_heads = shape.num_kv_heads
         num_tokens = cut.tail_start * self.block_size
         packed = prompt.blocks[cut.first_packed : cut.tail_start]
         if METHODS[config.method].pooled:
-            self.compact_pool(prompt, config, torch.tensor(packed), num_tokens)
+            self.compact_pool(prompt, case, config, torch.tensor(packed))
             self.free_blocks(prompt, cut.first_packed)
             return
         for memory, layer in zip(self.memory, prompt.layers, strict=True):
-            retention = retain(
-                scoring_inputs(
-                    layer.query,
-                    layer.key[:, :num_prompt_tokens],
-                    shape.scale,
-                    layer.value[:, :num_tokens],
-                    OutputProjection.of(layer.output_projection),
-                ),
-                cut.num_packed,
-                self.block_size,
-                config,
-            )
+            retention = retain(case.inputs(shape, layer), cut.num_packed, self.block_size, config)
             one_head = memory.view(-1, memory.shape[-1])
             entries = [divmod(index, num_tokens) for index in retention.retained.tolist()]
             sources = []
@@ -214,23 +201,14 @@ class ToyCache:
         self.free_blocks(prompt, cut.first_packed)
 
     def compact_pool(
-        self, prompt: Prompt, config: EvictionConfig, packed: torch.Tensor, num_tokens: int
+        self, prompt: Prompt, case: MethodCase, config: EvictionConfig, packed: torch.Tensor
     ) -> None:
         """The same for layers that share the packed pages: one cache of as many heads."""
         assert prompt.cut is not None
+        num_tokens = prompt.cut.tail_start * self.block_size
         num_layers, num_blocks, num_heads = self.memory.shape[:3]
         candidates = [
-            score_layer(
-                scoring_inputs(
-                    layer.query,
-                    layer.key[:, : prompt.shape.num_prompt_tokens],
-                    prompt.shape.scale,
-                    layer.value[:, :num_tokens],
-                    OutputProjection.of(layer.output_projection),
-                    layer_index=index,
-                ),
-                config,
-            )
+            score_layer(case.inputs(prompt.shape, layer, index), config)
             for index, layer in enumerate(prompt.layers)
         ]
         stacked = Candidates.stack(candidates)
@@ -328,7 +306,7 @@ def check_end_to_end(
     for prompt in prompts:
         for token in range(prompt.shape.num_prompt_tokens):
             cache.write(prompt, token)
-        cache.compact(prompt, config)
+        cache.compact(prompt, case, config)
 
     for step in range(num_steps):
         seq_lens = [prompt.shape.num_prompt_tokens + step + 1 for prompt in prompts]
@@ -403,13 +381,14 @@ def test_a_head_without_a_page_still_attends_to_the_tail() -> None:
     layer = random_layer(Shape(2, 2, 8, 4, 3, 35, 2), 0)
     layer.key[0, :28], layer.query[:, :2] = -layer.query[0, 0], layer.query[0, 0]
     layer.key[0, 28:] = 5 * layer.query[0, 0]
-    config = EvictionConfig(method="adakv", budget=10, window=3, safeguard=0.0, kernel_size=1)
+    case = MethodCase("adakv", {"safeguard": 0.0, "kernel_size": 1})
+    config = case.config(budget=10, window=3)
     prompt = Prompt(shape, cut_of(shape, config), [layer])
     random = Random(0)
     cache = ToyCache(1, 12, shape, random)
     for token in range(31):
         cache.write(prompt, token)
-    cache.compact(prompt, config)
+    cache.compact(prompt, case, config)
     assert prompt.cut == Cut(31, 5, 2, 7)
     assert prompt.pages == [[0, 4]]
     for seq_len in range(32, 36):

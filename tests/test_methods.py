@@ -7,29 +7,24 @@ from hypothesis import strategies as st
 
 from tests import oracle
 from tests.method_cases import METHOD_CASES, MethodCase, every_method_case, every_pooled_case
-from tests.strategies import Layer, Shape, few, random_layer, scoring_inputs, seeds, shapes
+from tests.strategies import (
+    Layer,
+    Shape,
+    few,
+    frequencies,
+    random_layer,
+    seeds,
+    shapes,
+)
 from vllm_kvselect.config import METHOD_NAMES
 from vllm_kvselect.methods.choice import Retention, retain, retain_pool, score_layer
 from vllm_kvselect.methods.registry import METHODS
-from vllm_kvselect.scoring.inputs import ScoringInputs
-from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting.ranking import Candidates
-
-
-def inputs(case: MethodCase, shape: Shape, layer: Layer, layer_index: int = 0) -> ScoringInputs:
-    """What the method is given."""
-    method = METHODS[case.method]
-    query = layer.prompt_query if method.whole_prompt else layer.query
-    projection = OutputProjection.of(layer.output_projection) if method.perturbation else None
-    value = layer.value[:, : shape.num_tokens]
-    return scoring_inputs(
-        query, layer.key, shape.scale, value, projection, layer.sinks, layer_index
-    )
 
 
 def run(case: MethodCase, shape: Shape, layer: Layer, layer_index: int = 0) -> Retention:
     return retain(
-        inputs(case, shape, layer, layer_index),
+        case.inputs(shape, layer, layer_index),
         shape.num_packed,
         shape.block_size,
         case.config(window=shape.window),
@@ -39,7 +34,7 @@ def run(case: MethodCase, shape: Shape, layer: Layer, layer_index: int = 0) -> R
 def run_pool(case: MethodCase, shape: Shape, layers: list[Layer]) -> Retention:
     config = case.config(window=shape.window)
     candidates = [
-        score_layer(inputs(case, shape, layer, index), config) for index, layer in enumerate(layers)
+        score_layer(case.inputs(shape, layer, index), config) for index, layer in enumerate(layers)
     ]
     stacked = Candidates.stack(candidates)
     return retain_pool(stacked, shape.num_packed, shape.block_size, config)
@@ -53,9 +48,11 @@ def run_oracle(
             *(tensor.tolist() for tensor in (given.query, given.key, given.value)),
             layer.output_projection.tolist(),
             None if layer.sinks is None else layer.sinks.tolist(),
+            frequencies(shape.head_size),
+            layer.probe.tolist(),
         )
         for layer in layers
-        for given in [inputs(case, shape, layer)]
+        for given in [case.inputs(shape, layer)]
     ]
     config = case.config(window=shape.window)
     packed = (shape.num_packed, shape.block_size)
@@ -189,6 +186,6 @@ def test_a_broken_model_does_not_break_the_bookkeeping(case: MethodCase, num_bad
 def test_perturbation_needs_the_output_projection(name: str) -> None:
     shape = Shape(1, 1, 8, 4, 1, 13, 1)
     layer, case = random_layer(shape, 0), MethodCase(name)
-    given = replace(inputs(case, shape, layer), output_projection=None)
+    given = replace(case.inputs(shape, layer), output_projection=None)
     with pytest.raises(AssertionError):
         retain(given, 1, 4, case.config(window=1))

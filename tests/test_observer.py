@@ -15,6 +15,7 @@ from vllm_kvselect.scoring.value_norms import OutputProjection
 
 NUM_LAYERS = 2
 SHAPE = Shape(2, 3, 8, 8, 3, 51, 2)
+COMPETING = slice(SHAPE.num_tokens)
 LAYERS = [random_layer(SHAPE, layer, torch.float32, with_sinks=True) for layer in range(NUM_LAYERS)]
 
 
@@ -27,12 +28,11 @@ def make_observer(method: str) -> Observer:
     return observer(SHAPE.num_prompt_tokens, NUM_LAYERS, make_config(method))
 
 
-def inputs(index: int, query: slice, key: slice) -> Any:
+def inputs(index: int, query: slice, key: slice, value: slice = COMPETING) -> Any:
     layer = LAYERS[index]
     projection = OutputProjection.of(layer.output_projection)
-    value = layer.value[:, : SHAPE.num_tokens]
-    tensors = layer.prompt_query[query], layer.key[:, key], SHAPE.scale, value
-    return scoring_inputs(*tensors, projection, layer.sinks, index)
+    tensors = layer.prompt_query[query], layer.key[:, key], SHAPE.scale, layer.value[:, value]
+    return scoring_inputs(*tensors, projection, layer.sinks, index, probe=layer.probe)
 
 
 def observe(observer: Observer, start: int, end: int) -> None:
@@ -42,7 +42,8 @@ def observe(observer: Observer, start: int, end: int) -> None:
         return
     for index in range(NUM_LAYERS):
         key = slice(0 if observer.reads_earlier_keys else first, end)
-        observer.observe(inputs(index, slice(first, end), key), first)
+        chunk = slice(first, end)
+        observer.observe(inputs(index, chunk, key, chunk), first)
 
 
 def check_scores(method: str, observer: Observer) -> None:

@@ -32,7 +32,11 @@ servers = st.builds(
 )
 asked = st.fixed_dictionaries(
     {},
-    optional={"kv_eviction": st.sampled_from(METHOD_NAMES), "kv_eviction_budget": budgets},
+    optional={
+        "kv_eviction": st.sampled_from(METHOD_NAMES),
+        "kv_eviction_budget": budgets,
+        "kv_eviction_context": st.integers(1, 5000),
+    },
 )
 others = st.dictionaries(st.sampled_from(["session_id", "kv_transfer_params", "x"]), st.integers())
 anything = st.dictionaries(
@@ -184,11 +188,12 @@ def test_settings_beside_vllm_xargs_are_refused_with_where_they_belong(field: st
 def test_only_a_request_for_one_token_drops_nothing_for_that(
     server: EvictionConfig, own: dict[str, Any]
 ) -> None:
-    assert planned_config(server, sampling(own, 1)).method == "none"
-    for max_tokens in (2, None):
-        assert planned_config(server, sampling(own, max_tokens)) == planned_config(
-            server, sampling(own)
-        )
+    planned = planned_config(server, sampling(own))
+    if planned.context is None:
+        assert planned_config(server, sampling(own, 1)).method == "none"
+    else:  # its one token reads what is retained of the context
+        assert planned_config(server, sampling(own, 1)) == planned
+    assert planned_config(server, sampling(own, 2)) == planned
 
 
 @pytest.mark.parametrize("own", [{"kv_eviction": "snapkv"}, {"kv_eviction_budget": 64}])
@@ -211,3 +216,14 @@ def test_settings_of_a_beam_search_are_checked_like_any_others() -> None:
         refuse_beam_settings(OPEN, {"kv_eviction": "zz"})
     with pytest.raises(RequestError, match="not allowed"):
         refuse_beam_settings(SERVER, {"kv_eviction": "none"})
+
+
+@pytest.mark.parametrize("allow_override", [(), ("method",)])
+def test_a_method_that_is_measured_off_the_engine_only_is_refused(
+    allow_override: tuple[Any, ...],
+) -> None:
+    server, own = EvictionConfig(allow_override=allow_override), {"kv_eviction": "layer-kvzip"}
+    with pytest.raises(RequestError, match="'layer-kvzip' is not served") as caught:
+        request_config(server, own)
+    assert caught.value.reason == "unsupported"
+    assert planned_config(server, sampling(own)).method == "none"

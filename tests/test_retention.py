@@ -186,3 +186,24 @@ def test_fraction_is_rounded_up(prompt_len: int, fraction: float) -> None:
     exact = Fraction(fraction) * prompt_len
     # The product is rounded to binary, so it may end on either side of a whole number.
     assert exact - Fraction(1, 10**6) <= entries < exact + 1 + Fraction(1, 10**6)
+
+
+@many
+@given(prompt_lens, block_sizes, budgets, windows, st.integers(1, 3500))
+def test_a_context_is_cut_at_its_last_block_border_as_if_the_prompt_ended_there(
+    prompt_len: int, block_size: int, budget: int | float, window: int, context: int
+) -> None:
+    config = make(budget, window)
+    border = min(context, prompt_len) // block_size * block_size
+    marked = config.model_copy(update={"context": context})
+    expected = cuts(border, block_size, config) if border else Cuts()
+    assert cuts(prompt_len, block_size, marked) == expected
+    for cut in expected:
+        assert cut.position == border <= prompt_len
+
+
+def test_what_follows_a_context_does_not_move_its_cut() -> None:
+    config = EvictionConfig.parse({"budget": 0.25, "context": 1000})
+    (first,) = cuts(1000, 32, config)
+    assert first.position == 992
+    assert {cuts(length, 32, config) for length in range(1000, 1300)} == {Cuts([first])}

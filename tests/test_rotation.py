@@ -50,6 +50,35 @@ def test_apply_rotates_neighbours_as_gptj_does() -> None:
     torch.testing.assert_close(found, expected[0].transpose(0, 1))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_mean_is_the_mean_of_what_each_position_gives(interleaved: bool) -> None:
+    rotation = Rotation(*tables(1.3, 4), interleaved)
+    vectors = drawn()[:, :1]
+    each = [rotation.apply(vectors, position) for position in range(11, 20)]
+    mean = rotation.mean(11, 9).apply(vectors.expand(-1, 5, -1))
+    torch.testing.assert_close(mean, torch.stack(each).mean(0).expand(-1, 5, -1))
+
+
+def test_mean_leaves_out_positions_that_the_model_does_not_have() -> None:
+    rotation, vectors = Rotation(*tables()), drawn()[:, :1]
+    expected = rotation.mean(60, 4).apply(vectors)
+    torch.testing.assert_close(rotation.mean(60, 512).apply(vectors), expected)
+    last = rotation.apply(vectors, 63)
+    for beyond in (63, 64, 100):
+        torch.testing.assert_close(rotation.mean(beyond, 512).apply(vectors), last)
+
+
+def test_tables_of_low_precision_give_float32() -> None:
+    cos, sin = (table.bfloat16() for table in tables())
+    rotation, vectors = Rotation(cos, sin), drawn().bfloat16()
+    exact = Rotation(cos.double(), sin.double())
+    for method in ("apply", "undo"):
+        found = getattr(rotation, method)(vectors, 3)
+        assert found.dtype == torch.float32
+        expected = getattr(exact, method)(vectors.double(), 3)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_scores_of_attention_depend_on_the_distance_alone() -> None:
     rotation = Rotation(*tables())
     query, key = drawn()[0, :1], drawn()[1, :1]

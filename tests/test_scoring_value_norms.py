@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 from tests import oracle
 from tests.strategies import few, groups, head_sizes, kv_heads, seeds
 from vllm_kvselect.scoring import value_norms as module
-from vllm_kvselect.scoring.value_norms import value_norms
+from vllm_kvselect.scoring.value_norms import (
+    OutputProjection,
+    projected_value_l2_norms,
+    value_norms,
+)
 
 hidden_sizes = st.sampled_from((1, 5, 24, 48))
 token_counts = st.integers(1, 24)
@@ -81,6 +85,19 @@ def test_norms_equal_the_oracle(
             assert error <= bound + hidden * torch.finfo(dtype).tiny
             if dtype == torch.float64:
                 assert error <= 1e-12 * max(1.0, expected[head][token])
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDOFF))
+def test_l2_norms_equal_the_oracle(dtype: torch.dtype) -> None:
+    value, weight = draw_inputs(3, 2, 20, 16, 3, 24, dtype)
+    value[0, 5] = 0
+    norms = projected_value_l2_norms(value, OutputProjection.of(weight))
+    rows = oracle.value_l2_norms(value.tolist(), weight.tolist())
+    expected = torch.tensor(rows, dtype=torch.float64)
+    # What is given is widened; the form's sums of products are rounded in what it is widened to.
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    assert norms.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(norms.double(), expected, rtol=1000 * eps, atol=0)
 
 
 @few

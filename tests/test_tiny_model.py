@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from vllm_kvselect import tiny_model as module
-from vllm_kvselect.tiny_model import TinyModelError, default_cache_dir, tiny_model
+from vllm_kvselect.cache_dir import default_cache_dir
+from vllm_kvselect.tiny_model import TinyModelError, tiny_model
 
 
 def write_model(folder: Path) -> None:

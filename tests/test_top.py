@@ -26,6 +26,12 @@ vllm:kv_eviction_saved_blocks{engine="1",model_name="m"} 20.0
 vllm:kv_eviction_requests_total{engine="0",model_name="m"} 12.0
 vllm:kv_eviction_freed_blocks_total{engine="0",model_name="m"} 480.0
 vllm:kv_eviction_freed_bytes_total{engine="0",model_name="m"} 1048576.0
+vllm:kv_eviction_contexts{engine="0",model_name="m"} 2.0
+vllm:kv_eviction_contexts{engine="1",model_name="m"} 1.0
+vllm:kv_eviction_context_held_bytes{engine="0",model_name="m"} 3145728.0
+vllm:kv_eviction_context_hits_total{engine="0",model_name="m"} 5.0
+vllm:kv_eviction_context_tokens_total{engine="0",model_name="m"} 4800.0
+vllm:kv_eviction_context_blocks_total{engine="0",model_name="m"} 100.0
 vllm:kv_eviction_refusals_total{model_name="m",reason="not_allowed"} 2.0
 vllm:kv_eviction_selection_seconds_sum{engine="0",model_name="m"} 1.5
 """
@@ -43,8 +49,10 @@ def draw(snapshot: Snapshot) -> str:
 
 def test_engines_are_summed() -> None:
     snapshot = Snapshot.parse(METRICS + EVICTION)
+    blocks, requests = (150, 50, 320), (4, 7, 9)
+    since_start, contexts = (12, 480, 2**20, 2), (3, 3 * 2**20, 5, 4800, 100)
     assert snapshot == Snapshot(
-        150, 50, 320, 4, 7, 9, 12, 480, 2**20, 2, 1.5, evicts=True, model="m", block_size=32
+        *blocks, *requests, *since_start, *contexts, 1.5, evicts=True, model="m", block_size=32
     )
     assert snapshot.num_needed == 370
 

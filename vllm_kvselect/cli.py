@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from vllm_kvselect import __version__
 from vllm_kvselect.analysis.command import analyze, parse_number
 from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.calibration.command import calibrate
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.evaluation.command import evaluate
 from vllm_kvselect.retention import Role, budget_problem, cuts
@@ -48,6 +49,7 @@ def _print_version(wanted: bool) -> None:
 
 app.command("analyze")(analyze)
 app.command("evaluate")(evaluate)
+app.command("calibrate")(calibrate)
 
 
 @app.callback()

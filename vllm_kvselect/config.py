@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, Self, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.methods.registry import KNOWN_METHODS, METHODS
 
 METHOD_NAMES: tuple[str, ...] = ("none", *METHODS)
 
-OverrideName = Literal["method", "budget"]
+OverrideName = Literal["method", "budget", "context"]
 OVERRIDE_NAMES: tuple[str, ...] = get_args(OverrideName)
 """Fields that a request may change, where the server allows it."""
 
@@ -36,10 +36,17 @@ class EvictionConfig(BaseModel):
     """What is retained of a prompt's KV cache once the prompt is prefilled.
 
     Attributes:
-        method: Scorer and allocator, a key of `methods.registry.METHODS`; `none` is stock.
+        method: Scorer and allocator, a key of `methods.registry.METHODS`; `none` is stock. Off the
+            engine also one of `KNOWN_METHODS`.
         budget: Entries retained per KV head per layer, averaged over a layer's heads, or over those
             of all layers that share pages; observation window included. An `int` counts entries, a
-            `float` is a fraction of the prompt.
+            `float` is a fraction of the prompt, or of its context where that is marked.
+        context: Tokens at the beginning of the prompt that are compressed on their own, up to the
+            last block border among them: what follows, such as a question, neither shapes what is
+            retained of them nor is dropped. `chat`: what comes before the first user's turn that
+            leaves something to drop. None: the whole prompt is compressed.
+        turn_start: Token ids with which a user's turn begins, for `chat`; empty for what the
+            model's chat template says.
         window: Observation window in tokens: the last prompt tokens, whose queries score the
             entries before them. Always retained.
         kernel_size: Width of the pooling of the scores along the tokens (SnapKV, section 4).
@@ -55,7 +62,14 @@ class EvictionConfig(BaseModel):
         beta: Steepness of PyramidKV: the last layer gets a `beta`-th of the mean budget.
         mass: Share of the attention that stage 1 of DefensiveKV takes.
         lam: Weight, in windows, of the even prior with which ThetaKV smooths attention.
-        num_sinks: First tokens that `streaming-llm` retains besides the latest ones.
+        future: Positions after the prompt whose mean rotation stands for that of later queries
+            (Expected Attention, arXiv 2510.00636).
+        expected_eps: Added to expected attention before it is multiplied by the norm of the value.
+        num_sinks: First tokens that `streaming-llm`, `expected-attention` and `probe` retain,
+            whatever they say; `expected-attention` leaves their queries and keys out of what it
+            expects.
+        probe: File with the model's calibrated probe (`vllm-kvselect calibrate`); None for the one
+            in the user's cache or in this package that fits the model's weights.
         seed: Seed of `random`.
         decode_attention: Whose kernel attends to what is retained: the attention backend's, or
             xformers' `triton_splitk` (CUDA, extra `xformers`) for rows with one query.
@@ -69,6 +83,8 @@ class EvictionConfig(BaseModel):
 
     method: str = "adakv-perturb"
     budget: int | float = 1024
+    context: Annotated[int, Field(ge=1)] | Literal["chat"] | None = None
+    turn_start: tuple[int, ...] = ()
     window: Annotated[int, Field(ge=1)] = 32
     kernel_size: Annotated[int, Field(ge=1)] = 7
     pooling: Literal["max", "mean"] = "max"
@@ -81,7 +97,10 @@ class EvictionConfig(BaseModel):
     beta: Annotated[int, Field(ge=1)] = 20
     mass: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
     lam: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+    future: Annotated[int, Field(ge=1)] = 512
+    expected_eps: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.02
     num_sinks: Annotated[int, Field(ge=0)] = 4
+    probe: Annotated[str, Field(min_length=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     decode_attention: Literal["backend", "xformers"] = "backend"
     allow_override: tuple[OverrideName, ...] = ()
@@ -90,7 +109,7 @@ class EvictionConfig(BaseModel):
     @field_validator("method", mode="before")
     @classmethod
     def _method_is_known(cls, method: Any) -> Any:
-        if method not in METHOD_NAMES:
+        if method not in ("none", *KNOWN_METHODS):
             raise ValueError(f"the methods are {', '.join(map(repr, METHOD_NAMES))}")
         return method
 
@@ -115,11 +134,11 @@ class EvictionConfig(BaseModel):
             raise ValueError("the pooling kernel is centred on a token, so its width is odd")
         return kernel_size
 
-    @field_validator("allow_override", mode="before")
+    @field_validator("allow_override", "turn_start", mode="before")
     @classmethod
-    def _names_as_a_tuple(cls, names: Any) -> Any:
+    def _list_as_a_tuple(cls, values: Any) -> Any:
         # YAML and JSON know lists only; the strict model would refuse them.
-        return tuple(names) if isinstance(names, list) else names
+        return tuple(values) if isinstance(values, list) else values
 
     @property
     def enabled(self) -> bool:
@@ -136,7 +155,12 @@ class EvictionConfig(BaseModel):
         """Whether some request may run with a method whose layers share pages."""
         if "method" in self.allow_override:
             return True
-        return self.enabled and METHODS[self.method].pooled
+        return self.enabled and KNOWN_METHODS[self.method].pooled
+
+    @property
+    def may_share(self) -> bool:
+        """Whether some request may mark a context, which others may then read."""
+        return self.may_evict and (self.context is not None or "context" in self.allow_override)
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:

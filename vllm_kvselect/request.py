@@ -10,9 +10,13 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal, Protocol, get_args
 
-from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.config import METHOD_NAMES, ConfigError, EvictionConfig
 
-REQUEST_KEYS = {"kv_eviction": "method", "kv_eviction_budget": "budget"}
+REQUEST_KEYS = {
+    "kv_eviction": "method",
+    "kv_eviction_budget": "budget",
+    "kv_eviction_context": "context",
+}
 """Keys of `vllm_xargs`, and the field of `EvictionConfig` that each one changes."""
 
 MAX_KEYS = 64
@@ -142,6 +146,7 @@ def planned_config(server: EvictionConfig, params: Sampling | None) -> EvictionC
 
     A request for one token drops nothing: that token comes from the full cache, and with it the
     request gives all of its blocks back. So do the steps of a beam search, which are such requests.
+    Only where a context is marked is that token the first that reads what is retained.
 
     The front end has refused what `request_config` does not accept. Should such a request still
     come, by a way that we do not know, it drops nothing: it must not stop everybody's engine.
@@ -156,12 +161,13 @@ def planned_config(server: EvictionConfig, params: Sampling | None) -> EvictionC
     """
     if params is None:
         return server
-    if params.max_tokens == 1:
-        return _changed(server, method="none")
     try:
-        return request_config(server, params.extra_args)
+        config = request_config(server, params.extra_args)
     except RequestError:
         return _changed(server, method="none")
+    if params.max_tokens == 1 and config.context is None:
+        return _changed(server, method="none")
+    return config
 
 
 def in_the_requests_words(message: str) -> str:
@@ -198,6 +204,10 @@ def _checked(server: EvictionConfig, key: str, value: Any) -> Any:
         EvictionConfig.parse({field: value})
     except ConfigError as error:
         raise RequestError(in_the_requests_words(str(error)), key, "invalid_value") from None
+    if field == "method" and value not in METHOD_NAMES:
+        raise RequestError(
+            f"{key} = {value!r} is not served, only measured off the engine", key, "unsupported"
+        )
     default = getattr(server, field)
     # An int and the float that equals it are different budgets: 1 entry, and all of the prompt.
     same = type(value) is type(default) and value == default
@@ -213,8 +223,11 @@ def _checked(server: EvictionConfig, key: str, value: Any) -> Any:
 
 @lru_cache(maxsize=1024, typed=True)
 def _changed(
-    server: EvictionConfig, method: str | None = None, budget: int | float | None = None
+    server: EvictionConfig,
+    method: str | None = None,
+    budget: int | float | None = None,
+    context: int | str | None = None,
 ) -> EvictionConfig:
-    given = {"method": method, "budget": budget}
+    given = {"method": method, "budget": budget, "context": context}
     changes = {field: value for field, value in given.items() if value is not None}
     return EvictionConfig.parse(server.model_dump() | changes)

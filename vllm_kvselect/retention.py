@@ -95,17 +95,24 @@ class Cuts(tuple[Cut, ...]):
 
 
 def cuts(num_prompt_tokens: int, block_size: int, config: EvictionConfig) -> Cuts:
-    """Computes all cuts of a request: today one at the prompt's end, if it frees anything.
+    """Computes all cuts of a request: today one, if it frees anything.
+
+    It lies at the prompt's end or, where a context is marked, at the last block border in it.
 
     Args:
         num_prompt_tokens: Length of the prompt in tokens.
         block_size: Tokens per block.
-        config: The request's configuration; only `budget`, `window` and `method` matter here.
+        config: The request's configuration; only `budget`, `window`, `context` and
+            `method` matter here.
 
     Returns:
         The cuts, none when nothing would be freed.
     """
-    cut = _cut_at(num_prompt_tokens, block_size, config) if config.enabled else None
+    position = num_prompt_tokens
+    if config.context is not None:
+        assert config.context != "chat"  # `turns.with_context` has put a number there
+        position = min(config.context, num_prompt_tokens) // block_size * block_size
+    cut = _cut_at(position, block_size, config) if config.enabled else None
     return Cuts() if cut is None else Cuts([cut])
 
 

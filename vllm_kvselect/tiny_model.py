@@ -5,7 +5,6 @@ load. They are converted once to the format it does load and kept in the user's 
 """
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
+
+from vllm_kvselect.cache_dir import default_cache_dir
 
 NAME = "SmolLM2-135M-Instruct"
 """What the small model is called where its folder is not."""
@@ -68,14 +69,6 @@ def tiny_model(cache_dir: Path | None = None) -> Path:
             "with 800 MB to spare"
         ) from error
     return folder
-
-
-def default_cache_dir() -> Path:
-    """Returns the folder in the user's cache, by the XDG base directory specification."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification says to ignore a relative path.
-    root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
-    return root / "vllm-kvselect"
 
 
 def _is_complete(folder: Path) -> bool:

@@ -36,6 +36,11 @@ class Snapshot:
         num_freed: Blocks freed since the start.
         num_freed_bytes: Bytes of them.
         num_refused: Requests refused for their eviction settings since the start.
+        num_contexts: Compressed contexts that are held.
+        num_context_bytes: Bytes of them.
+        num_context_hits: Requests that found their context compressed since the start.
+        num_context_tokens: Tokens that these did not have to compute.
+        num_context_blocks: Blocks that had been dropped of what they found.
         selection_seconds: Time spent selecting and packing since the start.
         evicts: Whether the server has the metrics of eviction at all.
         model: Name of the model that is served.
@@ -52,6 +57,11 @@ class Snapshot:
     num_freed: int
     num_freed_bytes: int
     num_refused: int
+    num_contexts: int
+    num_context_bytes: int
+    num_context_hits: int
+    num_context_tokens: int
+    num_context_blocks: int
     selection_seconds: float
     evicts: bool
     model: str
@@ -102,6 +112,11 @@ class Snapshot:
             num_freed=int(total("kv_eviction_freed_blocks_total")),
             num_freed_bytes=int(total("kv_eviction_freed_bytes_total")),
             num_refused=int(total("kv_eviction_refusals_total")),
+            num_contexts=int(total("kv_eviction_contexts")),
+            num_context_bytes=int(total("kv_eviction_context_held_bytes")),
+            num_context_hits=int(total("kv_eviction_context_hits_total")),
+            num_context_tokens=int(total("kv_eviction_context_tokens_total")),
+            num_context_blocks=int(total("kv_eviction_context_blocks_total")),
             selection_seconds=total("kv_eviction_selection_seconds_sum"),
             evicts=any(sample.name.startswith("vllm:kv_eviction_") for sample in samples),
             model=", ".join(sorted(_labels(samples, "model_name"))),
@@ -168,7 +183,14 @@ def render(snapshot: Snapshot, url: str) -> RenderableType:
         f"({snapshot.num_freed_bytes / 2**20:.1f} MiB), {snapshot.selection_seconds:.2f} s spent "
         "selecting"
     )
+    contexts = (
+        f"contexts      {snapshot.num_contexts} held ({snapshot.num_context_bytes / 2**20:.1f} "
+        f"MiB); since the start {snapshot.num_context_hits} requests found theirs, "
+        f"{snapshot.num_context_tokens} tokens not prefilled"
+    )
     lines = [requests, freed]
+    if snapshot.num_contexts or snapshot.num_context_hits:
+        lines.append(contexts)
     if not snapshot.evicts:
         lines = [requests.split(";")[0], "This server runs without --kv-eviction."]
     title = Text.assemble(("vllm-kvselect top", "bold"), f"   {snapshot.model} at {url}")

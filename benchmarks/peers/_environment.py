@@ -9,7 +9,7 @@ from _engine import BenchmarkError, tail
 from filelock import FileLock
 from rich.console import Console
 
-from vllm_kvselect.tiny_model import default_cache_dir
+from vllm_kvselect.cache_dir import default_cache_dir
 
 
 @dataclass(frozen=True)

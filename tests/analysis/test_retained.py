@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from tests import oracle
+from tests.strategies import random_probe
 from vllm_kvselect.analysis.capture import Layer
 from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.analysis.retained import (
@@ -11,7 +12,7 @@ from vllm_kvselect.analysis.retained import (
     tail_entries,
 )
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.methods.registry import KNOWN_METHODS
 from vllm_kvselect.retention import cuts
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
@@ -36,10 +37,14 @@ def make_layer(seed: int) -> Layer:
 
 
 LAYERS = [make_layer(seed) for seed in range(NUM_LAYERS)]
+REPLAYED = torch.rand(
+    NUM_LAYERS, NUM_KV_HEADS, NUM_PROMPT_TOKENS, generator=torch.Generator().manual_seed(9)
+)
+PROBE = torch.stack([random_probe(NUM_KV_HEADS, GROUP, HEAD_SIZE, seed) for seed in (7, 8)])
 
 
 def make_prompt(block_size: int = 1, what_if: str | None = None) -> Prompt:
-    return Prompt(LAYERS, NUM_PROMPT_TOKENS, block_size, what_if)
+    return Prompt(LAYERS, NUM_PROMPT_TOKENS, block_size, what_if, probe=PROBE, replayed=REPLAYED)
 
 
 def make_config(method: str, **values: object) -> EvictionConfig:
@@ -47,16 +52,16 @@ def make_config(method: str, **values: object) -> EvictionConfig:
 
 
 @pytest.mark.parametrize("block_size", [1, 8])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", KNOWN_METHODS)
 def test_retained_entries_equal_the_oracle(method: str, block_size: int) -> None:
     config = make_config(method)
     (cut,) = cuts(NUM_PROMPT_TOKENS, block_size, config)
     retained = retained_entries(make_prompt(block_size), config)
     scored = cut.tail_start * block_size
-    pool = range(NUM_LAYERS) if METHODS[method].pooled else None
+    pool = range(NUM_LAYERS) if KNOWN_METHODS[method].pooled else None
     for layers in [pool] if pool else [[index] for index in range(NUM_LAYERS)]:
         expected = oracle.retain(
-            [oracle_inputs(LAYERS[index], scored, config) for index in layers],
+            [oracle_inputs(index, scored, config) for index in layers],
             LAYERS[0].scale,
             cut.num_packed,
             block_size,
@@ -69,21 +74,24 @@ def test_retained_entries_equal_the_oracle(method: str, block_size: int) -> None
     assert retained[:, :, scored:].all()
 
 
-def oracle_inputs(layer: Layer, scored: int, config: EvictionConfig) -> oracle.LayerInputs:
-    first = 0 if METHODS[config.method].whole_prompt else NUM_PROMPT_TOKENS - WINDOW
+def oracle_inputs(index: int, scored: int, config: EvictionConfig) -> oracle.LayerInputs:
+    layer = LAYERS[index]
+    first = 0 if KNOWN_METHODS[config.method].whole_prompt else NUM_PROMPT_TOKENS - WINDOW
     return oracle.LayerInputs(
         layer.query[first:NUM_PROMPT_TOKENS].tolist(),
         layer.key[:, :NUM_PROMPT_TOKENS].tolist(),
         layer.value[:, :scored].tolist(),
         layer.output_projection.weight.tolist(),
+        probe=PROBE[index].tolist(),
+        replayed=REPLAYED[index].tolist(),
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", KNOWN_METHODS)
 def test_budget_is_met_to_the_entry(method: str) -> None:
     retained = retained_entries(make_prompt(), make_config(method, budget=0.3))
     assert retained.shape == (NUM_LAYERS, NUM_KV_HEADS, NUM_PROMPT_TOKENS)
-    if METHODS[method].pooled:
+    if KNOWN_METHODS[method].pooled:
         assert retained.sum() == 24 * NUM_KV_HEADS * NUM_LAYERS
     else:
         assert retained.sum(dim=(1, 2)).tolist() == [24 * NUM_KV_HEADS] * NUM_LAYERS

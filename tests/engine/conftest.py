@@ -18,6 +18,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.server import serving
+from tests.probe_files import probe_of
 from vllm_kvselect.shallow_model import shallow_copy
 from vllm_kvselect.tiny_model import tiny_model
 
@@ -110,13 +111,20 @@ class Engine:
         extra_args: Sequence[dict[str, Any] | None] | None = None,
         **sampling: Any,
     ) -> list[Any]:
-        settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **sampling}
         params = [
-            SamplingParams(max_tokens=max_tokens, extra_args=own, **settings)
+            self.sampling(max_tokens, own, **sampling)
             for own in extra_args or [None] * len(prompts)
         ]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return self.llm.generate(inputs, params, use_tqdm=False)
+
+    @staticmethod
+    def sampling(
+        max_tokens: int, extra_args: dict[str, Any] | None, **sampling: Any
+    ) -> SamplingParams:
+        """Greedy, for a fixed number of tokens."""
+        settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **sampling}
+        return SamplingParams(max_tokens=max_tokens, extra_args=extra_args, **settings)
 
     def record_hits(self) -> list[int]:
         """Tokens that every lookup from now on finds in the prefix cache, as they are counted."""
@@ -143,6 +151,9 @@ def _engine(
 ) -> Iterator[Engine]:
     settings = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, **settings}
     if eviction is not None:
+        # The tiny model's probe the package has; weights without a file have none.
+        if model != tiny_model() and any(model.glob("*.safetensors")):
+            eviction = {"probe": str(probe_of(model)), **eviction}
         settings["additional_config"] = {"kv_eviction": eviction}
     config = json.loads((model / "config.json").read_text())
     entry_bytes = 2 * config["head_dim"] * (4 if settings["dtype"] == "float32" else 2)

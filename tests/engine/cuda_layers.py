@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from tests import oracle
 from tests.engine.flash_attention import FP8, PADDING, attention
+from tests.strategies import random_probe
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cuda.flash_attention import HeadwiseFlashAttentionBackend
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
@@ -150,6 +151,7 @@ class Layers:
                 setattr(layer, f"_{part}_scale_float", scale)
         weight = self._randn(NUM_KV_HEADS, HEAD_SIZE, GROUP, HIDDEN_SIZE)
         layer.impl.output_projection = OutputProjection.of(weight)
+        layer.impl.probe = random_probe(NUM_KV_HEADS, GROUP, HEAD_SIZE, seed=len(name))
         return layer
 
     def _randn(self, *shape: int) -> torch.Tensor:
@@ -328,6 +330,7 @@ class Layers:
                     value[: cut.tail_start * BLOCK_SIZE].transpose(0, 1).tolist(),
                     weight.tolist(),
                     layer.impl.sinks.tolist() if self._with_sinks else None,
+                    probe=layer.impl.probe.tolist(),
                 )
             )
         size = SCALE, cut.num_packed, BLOCK_SIZE, self.eviction

@@ -24,6 +24,8 @@ class Layer(NamedTuple):
         value: `[num_prompt_tokens, num_kv_heads, head_size]`.
         projection: The checkpoint's W_O, `[hidden_size, num_heads * head_size]`.
         sinks: A logit that every row of a query head has besides the keys', `[num_heads]`, or None.
+        theta: Base of the rotary embedding that turned queries and keys.
+        probe: The calibrated probe, `[num_features, num_kv_heads]`.
     """
 
     query: torch.Tensor
@@ -31,6 +33,8 @@ class Layer(NamedTuple):
     value: torch.Tensor
     projection: torch.Tensor
     sinks: torch.Tensor | None = None
+    theta: float = 10_000.0
+    probe: torch.Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -78,16 +82,19 @@ def num_packed(prompt_len: int) -> int:
 
 def expect(case: MethodCase, layers: Sequence[Layer], first_layer: int = 0) -> list[Expected]:
     """What every head of a pool of layers, or of one alone, should retain of a prompt."""
-    config, base = case.config(), case.method.removesuffix("-perturb").removeprefix("layer-")
+    config, base = case.config(), base_of(case.method)
+    is_product = base in oracle.QUERY_AGNOSTIC and case.method.endswith("-perturb")
     prompt_len = len(layers[0].query)
     even, num_tokens = num_packed(prompt_len) * BLOCK_SIZE, tail_begin(prompt_len)
     scores, products, stage_1 = [], [], []
     for index, layer in enumerate(layers):
         scores.append(stage_1_scores(base, layer, config, first_layer + index)[:, :num_tokens])
         weights = stage_2_scores(base, layer, config, first_layer + index)[:, :num_tokens]
-        norms = value_norms(layer)[:, :num_tokens]
+        norms = value_norms(layer, 2 if is_product else 1)[:, :num_tokens]
         if base == "thetakv":
             products.append((weights + config.lam / num_tokens) / (1 + config.lam) * norms)
+        elif is_product:
+            products.append(scores[-1] * norms / norms.mean())
         elif base == "defensivekv":
             stage_1 += [mass_stage(row, config.mass, even) for row in scores[-1]]
             products.append(weights * norms / norms.sum(dim=0))
@@ -95,13 +102,16 @@ def expect(case: MethodCase, layers: Sequence[Layer], first_layer: int = 0) -> l
                 products[-1][head, tokens] = 2 + scores[-1][head, tokens]
         else:
             products.append((weights + config.eps) * norms)
-    ranking = products if base in ("thetakv", "defensivekv") else scores
-    counts = [BLOCK_SIZE * count for count in pages(base, ranking, config, num_packed(prompt_len))]
+    ranking = products if is_product or base in ("thetakv", "defensivekv") else scores
+    packed = num_packed(prompt_len)
+    counts = [BLOCK_SIZE * count for count in pages(case.method, ranking, config, packed)]
     expected = []
     for head, count in enumerate(counts):
         row, product = torch.cat(scores)[head], torch.cat(products)[head]
         if base == "defensivekv":
             expected.append(Expected(count, product, row, len(stage_1[head])))
+        elif is_product:
+            expected.append(Expected(count, product, product, count))
         elif base == "thetakv" or case.method.endswith("-perturb"):
             first = int(config.alpha * count)
             product[torch.sort(row, descending=True, stable=True).indices[:first]] = torch.inf
@@ -111,8 +121,16 @@ def expect(case: MethodCase, layers: Sequence[Layer], first_layer: int = 0) -> l
     return expected
 
 
-def pages(base: str, ranking: list[torch.Tensor], config: Any, packed: int) -> list[int]:
+def base_of(method: str) -> str:
+    """The method whose scores another form of it shares."""
+    base = method.removesuffix("-perturb").removeprefix("layer-")
+    agnostic = base.removeprefix("ada-")
+    return agnostic if agnostic in oracle.QUERY_AGNOSTIC else base
+
+
+def pages(method: str, ranking: list[torch.Tensor], config: Any, packed: int) -> list[int]:
     """Pages of every head of every layer."""
+    base = base_of(method)
     layers = [layer.tolist() for layer in ranking]
     heads = [head for layer in layers for head in layer]
     adaptive = (BLOCK_SIZE, config.safeguard, config.floor)
@@ -126,9 +144,9 @@ def pages(base: str, ranking: list[torch.Tensor], config: Any, packed: int) -> l
             for layer, count in zip(layers, blocks, strict=True)
         ]
         return [count for counts in split for count in counts]
-    if base == "defensivekv":
+    if base == "defensivekv" or (base != "thetakv" and method.startswith("layer-")):
         return oracle.adaptive_pages(heads, packed, BLOCK_SIZE, 0.0)
-    if base in ("adakv", "thetakv"):
+    if base in ("adakv", "thetakv") or method.startswith("ada-"):
         return oracle.adaptive_pages(heads, packed, *adaptive)
     return [packed] * len(heads)
 
@@ -145,15 +163,15 @@ def mass_stage(attention: torch.Tensor, mass: float, most: int) -> list[int]:
     return taken
 
 
-def value_norms(layer: Layer) -> torch.Tensor:
-    """`[num_kv_heads, num_prompt_tokens]`, query head by query head."""
+def value_norms(layer: Layer, power: int) -> torch.Tensor:
+    """L1 or L2 norms, power means over the group: `[num_kv_heads, num_prompt_tokens]`."""
     num_tokens, num_kv_heads, size = layer.value.shape
     norms = torch.zeros(num_kv_heads, num_tokens, dtype=torch.float64)
     for head in range(num_kv_heads * layer.group):
         columns = layer.projection[:, head * size : (head + 1) * size]
         projected = layer.value[:, head // layer.group] @ columns.T
-        norms[head // layer.group] += projected.abs().sum(1) / layer.group
-    return norms
+        norms[head // layer.group] += projected.abs().pow(power).sum(1) / layer.group
+    return norms.pow(1 / power)
 
 
 def rows(layer: Layer, first: int) -> torch.Tensor:
@@ -187,6 +205,18 @@ def stage_1_scores(base: str, layer: Layer, config: Any, index: int) -> torch.Te
         anchor = units.mean(0)
         cosines = (units * anchor).sum(-1) / anchor.norm(dim=-1)
         return 1 - cosines[:num_scored].T
+    if base == "knorm":
+        return 1 / (1 + layer.key[:num_scored].norm(dim=-1).T)
+    if base == "expected-attention":
+        scores = expected_attention(layer, config)[:, :num_scored] + config.expected_eps
+        if not config.method.endswith("-perturb"):
+            scores *= layer.value[:num_scored].norm(dim=-1).T
+        scores[:, : config.num_sinks] = torch.inf
+        return scores
+    if base == "probe":
+        scores = probe_scores(layer)[:, :num_scored]
+        scores[:, : config.num_sinks] = torch.inf
+        return scores
     by_member = (num_kv_heads, layer.group, -1, len(layer.query))
     if base == "h2o":
         return rows(layer, 0).view(by_member).sum(2).mean(1)[:, :num_scored]
@@ -195,6 +225,59 @@ def stage_1_scores(base: str, layer: Layer, config: Any, index: int) -> torch.Te
         return window.mean(1)
     reduced = window.mean(1) if config.group_reduction == "mean" else window.amax(1)
     return pooled(reduced, config.kernel_size, config.pooling)
+
+
+def expected_attention(layer: Layer, config: Any) -> torch.Tensor:
+    """Attention of a normally distributed later query, `[num_kv_heads, num_prompt_tokens]`."""
+    num_tokens, num_heads, size = layer.query.shape
+    angles = layer.theta ** (-torch.arange(size // 2, dtype=torch.float64) / (size // 2))
+    later = torch.arange(num_tokens, num_tokens + config.future)[:, None] * angles
+    # A pair of channels as a complex number: a rotation multiplies it.
+    average = torch.polar(torch.ones_like(later), later).mean(0)
+    expected = torch.zeros(layer.key.shape[1], num_tokens, dtype=torch.float64)
+    first = min(config.num_sinks, num_tokens - 1)
+    for head in range(num_heads):
+        back = -torch.arange(first, num_tokens)[:, None] * angles
+        queries = paired(layer.query[first:, head]) * torch.polar(torch.ones_like(back), back)
+        # The map is linear: of the queries, each turned by it, take the moments.
+        queries = unpaired(queries * average)
+        mean, covariance = queries.mean(0), torch.cov(queries.T, correction=0)
+        keys = layer.key[config.num_sinks :, head // layer.group] * size**-0.5
+        logits = keys @ mean + (keys @ covariance * keys).sum(-1) / 2
+        if layer.sinks is not None:
+            logits = torch.cat((logits, layer.sinks[head : head + 1]))
+        weights = torch.softmax(logits, 0)[: len(keys)]
+        expected[head // layer.group, config.num_sinks :] += weights / layer.group
+    return expected
+
+
+def probe_scores(layer: Layer) -> torch.Tensor:
+    """What a linear map says of each head's vectors, `[num_kv_heads, num_prompt_tokens]`."""
+    assert layer.probe is not None
+    num_tokens, num_kv_heads, size = layer.key.shape
+    angles = layer.theta ** (-torch.arange(size // 2, dtype=torch.float64) / (size // 2))
+    back = -torch.arange(num_tokens)[:, None] * angles
+    turn = torch.polar(torch.ones_like(back), back)
+    scores = torch.zeros(num_kv_heads, num_tokens, dtype=torch.float64)
+    for head in range(num_kv_heads):
+        members = [head * layer.group + member for member in range(layer.group)]
+        rotated = [*(layer.query[:, member] for member in members), layer.key[:, head]]
+        features = [unpaired(paired(vectors) * turn) for vectors in rotated]
+        features += [layer.value[:, head], torch.ones(num_tokens, 1, dtype=torch.float64)]
+        scores[head] = torch.cat(features, dim=1) @ layer.probe[:, head].double()
+    # Of equal tokens, which the first layer cannot tell apart, the later one.
+    return (scores + torch.arange(num_tokens) / 2**18).exp()
+
+
+def paired(vectors: torch.Tensor) -> torch.Tensor:
+    """Channel `i` and channel `i + size / 2` as one complex number."""
+    half = vectors.shape[-1] // 2
+    return torch.complex(vectors[..., :half].contiguous(), vectors[..., half:].contiguous())
+
+
+def unpaired(numbers: torch.Tensor) -> torch.Tensor:
+    """The other way round."""
+    return torch.cat((numbers.real, numbers.imag), dim=-1)
 
 
 def stage_2_scores(base: str, layer: Layer, config: Any, index: int) -> torch.Tensor:

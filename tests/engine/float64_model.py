@@ -12,12 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from tests.engine.float64 import Expected, Layer, expect, tail_begin
 from tests.method_cases import MethodCase
+from tests.probe_files import probe_of
 from vllm_kvselect.methods.registry import METHODS
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -38,6 +40,7 @@ class Model:
         self.config = json.loads((folder / "config.json").read_text())
         weights = load_file(folder / "model.safetensors")
         self._weights = {name.removeprefix("model."): w.double() for name, w in weights.items()}
+        self.probes = load_file(probe_of(folder))["weights"]
         self.num_layers = self.config["num_hidden_layers"]
         self.num_kv_heads = self.config["num_key_value_heads"]
         self.is_gemma = self.config["model_type"].startswith("gemma3")
@@ -123,13 +126,13 @@ class Model:
             )
             if self.is_gemma:
                 query, key = self._norm(f"{name}.q_norm", query), self._norm(f"{name}.k_norm", key)
-            theta = self._theta(layer)
+            theta = self.theta(layer)
             mixed = attend(layer, rotated(query, theta), rotated(key, theta), value)
             return self._linear(f"{name}.o_proj", mixed.flatten(-2))
 
         return mix
 
-    def _theta(self, layer: int) -> float:
+    def theta(self, layer: int) -> float:
         """Base of the rotary embedding."""
         parameters = self.config["rope_parameters"]
         if self.is_gemma:
@@ -190,17 +193,39 @@ class Answer:
         self._model, self._prompt = model, list(prompt)
         self.expected = self._expected(case, num_ranks)
 
-    def logits(self, answer: Sequence[int]) -> torch.Tensor:
+    def check(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        retained: Mapping[Owner, set[int]],
+    ) -> None:
+        """Compares what an engine retained, and then its answer, with the model that reads that.
+
+        Args:
+            token_ids: The answer.
+            logprobs: Its log-probabilities.
+            retained: Tokens that each KV head of each full-attention layer retained.
+        """
+        assert retained.keys() == self.expected.keys()
+        for owner, expected in self.expected.items():
+            assert len(retained[owner]) == expected.count
+            expected.check(retained[owner])
+        exact = self._logits(token_ids, retained).log_softmax(-1)
+        chosen = exact[range(len(token_ids)), list(token_ids)]
+        # Tokens of random weights may tie up to rounding; whichever was taken, none is likelier.
+        assert chosen.tolist() == pytest.approx(exact.amax(-1).tolist(), abs=1e-3)
+        assert list(logprobs) == pytest.approx(chosen.tolist(), abs=1e-3)
+
+    def _logits(self, answer: Sequence[int], retained: Mapping[Owner, set[int]]) -> torch.Tensor:
         """Logits of every token of the answer, `[len(answer), vocab_size]`."""
         tokens, prompt_len = [*self._prompt, *answer[:-1]], len(self._prompt)
-        retained = {owner: retained_tokens(heads) for owner, heads in self.expected.items()}
 
         def attend(layer: int, query: Any, key: Any, value: Any) -> torch.Tensor:
             is_seen = causal(len(tokens), self._model.windows[layer]).repeat(key.shape[1], 1, 1)
             for head in range(key.shape[1]):
                 if (layer, head) in retained:
                     is_dropped = torch.ones(tail_begin(prompt_len), dtype=torch.bool)
-                    is_dropped[retained[layer, head]] = False
+                    is_dropped[list(retained[layer, head])] = False
                     is_seen[head, prompt_len:, : len(is_dropped)] &= ~is_dropped
             return attention(query, key, value, is_seen, self._model.sinks(layer))
 
@@ -226,7 +251,8 @@ class Answer:
                 columns = self._model.projection(layer).chunk(num_ranks, dim=1)[rank]
                 sinks = self._model.sinks(layer)
                 own = None if sinks is None else sinks.chunk(num_ranks)[rank]
-                layers.append(Layer(*parts, columns, own))
+                probe = self._model.probes[layer].chunk(num_ranks, dim=1)[rank]
+                layers.append(Layer(*parts, columns, own, self._model.theta(layer), probe))
             if METHODS[case.method].pooled:
                 heads = expect(case, layers)
             else:
@@ -240,8 +266,3 @@ class Answer:
                 owner = full[index // num_heads], rank * num_heads + index % num_heads
                 expected[owner] = head
         return expected
-
-
-def retained_tokens(head: Expected) -> torch.Tensor:
-    """The best entries, the earlier one first on ties."""
-    return torch.sort(head.keys, descending=True, stable=True).indices[: head.count]

@@ -15,7 +15,7 @@ from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
 from vllm_kvselect.request import RequestError, request_config
 
 MAX_UNFINISHED = 10
-SOME_OVERRIDES = ((), ("method",), ("budget",))
+SOME_OVERRIDES = ((), ("method",), ("budget",), ("context",))
 # Budgets hold the longest window and the largest block. Blocks, queries and pages tell apart pools,
 # methods that need the whole prompt, and the others.
 METHODS_OF_REQUESTS = ("none", "streaming-llm", "adakv-perturb", "layer-thetakv", "h2o")
@@ -24,6 +24,7 @@ SETTINGS_OF_REQUESTS = st.fixed_dictionaries(
     optional={
         "kv_eviction": st.sampled_from(METHODS_OF_REQUESTS),
         "kv_eviction_budget": st.sampled_from((18, 21, 40, 0.2, 0.6)),
+        "kv_eviction_context": st.sampled_from((7, 61, 64, 100)),
     },
 )
 
@@ -34,7 +35,7 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
     window = draw(st.integers(1, 10))
     entries = window + block_size + draw(st.sampled_from((0, 1, 7, 24)))
     method = draw(st.sampled_from(("adakv", "adakv", "layer-thetakv", "h2o", "none")))
-    allow_override = draw(st.sampled_from((OVERRIDE_NAMES, *SOME_OVERRIDES)))
+    allow_override = draw(st.sampled_from((OVERRIDE_NAMES, OVERRIDE_NAMES, *SOME_OVERRIDES)))
     if method == "none":  # otherwise nobody would ever drop anything, and the server be stock
         allow_override = OVERRIDE_NAMES
     return Settings(
@@ -44,6 +45,7 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
             method=method,
             window=window,
             budget=draw(st.sampled_from((entries, entries, entries, 0.3))),
+            context=draw(st.sampled_from((None, None, 80))),
             allow_override=allow_override,
         ),
         max_num_seqs=draw(st.integers(2, 6)),
@@ -64,6 +66,7 @@ class BlockAccounting(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.server: Server | None = None
+        self.asked: list[tuple[str, dict[str, Any]]] = []
 
     @initialize(settings=settings_of_servers(), seed=st.integers(0, 2**16))
     def start(self, settings: Settings, seed: int) -> None:
@@ -129,6 +132,48 @@ class BlockAccounting(RuleBasedStateMachine):
         for _ in range(samples):
             self.server.add(prompt, max_tokens, priority, extra_args)
 
+    @precondition(lambda self: len(self.server.unfinished) < MAX_UNFINISHED - 2)
+    @rule(
+        source=st.integers(0, 1),
+        context=st.sampled_from((64, 64, 64, 90)),
+        questions=st.lists(st.integers(0, 30), min_size=1, max_size=3),
+        max_tokens=st.sampled_from((1, 2, 9, 30)),
+        method=st.sampled_from((None, None, None, "adakv-perturb", "layer-thetakv", "h2o")),
+        budget=st.sampled_from((None, None, None, 0.4)),
+    )
+    def ask(
+        self,
+        source: int,
+        context: int,
+        questions: list[int],
+        max_tokens: int,
+        method: str | None,
+        budget: float | None,
+    ) -> None:
+        """Several who ask at once about one of the few contexts that everybody asks about."""
+        given = {
+            "kv_eviction_context": context,
+            "kv_eviction": method,
+            "kv_eviction_budget": budget,
+        }
+        text = [-(100 * source + 2_000_000 + i) for i in range(context)]
+        for question in questions:
+            own = [-(10_000 * (len(self.server.all) + 1) + i) for i in range(question)]
+            extra_args = {key: value for key, value in given.items() if value is not None}
+            self.asked.append((self.server.add(text + own, max_tokens, 0, extra_args), extra_args))
+
+    @precondition(lambda self: self.asked and len(self.server.unfinished) < MAX_UNFINISHED)
+    @rule(index=st.integers(-3, -1), question=st.integers(0, 12), num_steps=st.integers(0, 12))
+    def ask_again(self, index: int, question: int, num_steps: int) -> None:
+        """The next turn of a conversation, the last answer perhaps still under way."""
+        for _ in range(num_steps):
+            self.server.step(64)
+        request_id, extra_args = self.asked[max(index, -len(self.asked))]
+        before = self.server.all[request_id]
+        own = [-(10_000 * (len(self.server.all) + 1) + i) for i in range(question)]
+        prompt = (before.prompt + before.received + own)[: MAX_MODEL_LEN - 10]
+        self.asked.append((self.server.add(prompt, 9, 0, extra_args), extra_args))
+
     @rule(token_budget=st.integers(1, 200))
     def step(self, token_budget: int) -> None:
         self.server.step(token_budget)
@@ -173,3 +218,5 @@ class BlockAccounting(RuleBasedStateMachine):
             self.seen["different settings in a batch"] += worker.num_mixed
             self.seen["resumed past the prompt"] += worker.num_resumed_past_prompt
             self.seen["windows in several chunks"] += worker.num_windows_in_chunks
+            self.seen["contexts found"] += worker.num_contexts_found
+            self.seen["turns found"] += worker.num_turns_found

@@ -81,6 +81,14 @@ def random_gpt_oss(folder: Path) -> Path:
 
 
 def random_prompts(lengths: list[int]) -> list[list[int]]:
-    """Prompts of random tokens, one of each length."""
+    """Prompts of random tokens, one of each length.
+
+    A prompt has no token twice until it has had all: in the first layer nothing but the token tells
+    entries apart where positions are undone, and rounding would decide between equal ones.
+    """
     torch.manual_seed(1)
-    return [torch.randint(VOCAB_SIZE, (length,)).tolist() for length in lengths]
+    prompts = []
+    for length in lengths:
+        rounds = [torch.randperm(VOCAB_SIZE) for _ in range(-(-length // VOCAB_SIZE))]
+        prompts.append(torch.cat(rounds)[:length].tolist())
+    return prompts

@@ -31,8 +31,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.engine.tagged_rows import retained_blocks
 from tests.engine.tagged_worker import NUM_KV_HEADS, TaggedWorker
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.scheduler.cut_scheduler import CutAsyncScheduler, CutScheduler
 from vllm_kvselect.engine.scheduler.integrity import find_violations
-from vllm_kvselect.engine.scheduler.pool_scheduler import PoolAsyncScheduler, PoolScheduler
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.tiny_model import tiny_model
 
@@ -114,16 +114,20 @@ def own_eviction(
     """What a request must be served with: what it asks for, where the server lets it choose.
 
     The front end refuses it elsewhere. Should it come all the same, nothing of it is dropped; nor
-    is anything of a prompt that only one token follows.
+    is anything of a prompt that only one token follows, unless it marks a context.
     """
-    fields = {"kv_eviction": "method", "kv_eviction_budget": "budget"}
+    fields = {
+        "kv_eviction": "method",
+        "kv_eviction_budget": "budget",
+        "kv_eviction_context": "context",
+    }
     changes = {fields[key]: value for key, value in extra_args.items()}
     if any(
         name not in server.allow_override and value != getattr(server, name)
         for name, value in changes.items()
     ):
         changes = {"method": "none"}
-    if max_tokens == 1:
+    if max_tokens == 1 and changes.get("context", server.context) is None:
         changes = {"method": "none"}
     return server.model_copy(update=changes)
 
@@ -162,8 +166,8 @@ class Server:
     ) -> None:
         self.settings, self.seen = settings, Counter() if seen is None else seen
         stock = AsyncScheduler if settings.async_scheduling else Scheduler
-        if settings.eviction.may_pool:
-            stock = PoolAsyncScheduler if settings.async_scheduling else PoolScheduler
+        if settings.eviction.may_pool or settings.eviction.may_share:
+            stock = CutAsyncScheduler if settings.async_scheduling else CutScheduler
         self.scheduler = make_scheduler(settings, scheduler_class or stock)
         self.worker = TaggedWorker(
             settings.eviction,
@@ -294,7 +298,10 @@ class Server:
             raise LostError(f"queued {names}, unfinished {sorted(self.unfinished)}")
 
     def check_hits(self, output: SchedulerOutput) -> None:
-        """A hit is whole blocks, leaves a token to compute, and ends before the packed blocks."""
+        """A hit is whole blocks and leaves a token to compute.
+
+        It ends before the packed blocks, or has all of a context's.
+        """
         cached = output.scheduled_cached_reqs
         hits = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         hits |= {
@@ -308,9 +315,11 @@ class Server:
             request = self.scheduler.requests[request_id]
             retained = self.retained(request)
             cap = request.num_tokens - 1
-            if retained:
+            eviction = self.all[request_id].eviction
+            is_context = bool(retained) and num_tokens >= retained.position
+            if retained and not (is_context and eviction.context is not None):
                 cap = retained.num_freed * self.settings.block_size
-                if self.all[request_id].eviction.method == "h2o":
+                if eviction.method == "h2o":
                     cap = 0
             if num_tokens % self.settings.block_size or num_tokens > cap:
                 raise LostError(f"{request_id} hits {num_tokens} tokens of at most {cap}")
@@ -356,8 +365,9 @@ class Server:
         (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         if pool.get_num_free_blocks() != self.settings.num_blocks - 1:
             raise LostError(f"{pool.get_num_free_blocks()} of {self.settings.num_blocks} free")
+        names = manager._names
         left = any(manager.req_to_blocks.values()), manager.num_cached_block, manager._planned
-        if any(left):
+        if any((*left, names._num_named, names._names_of)):
             raise LostError("finished requests leave entries behind")
         if not self.scheduler.reset_prefix_cache():
             raise LostError("the prefix cache cannot be reset when nobody runs")

@@ -38,18 +38,24 @@ def retained_blocks(
     """The fewest whole blocks that, with the blocks of the window, meet the budget."""
     if eviction.method == "none":
         return None
+    position = num_prompt_tokens
+    if eviction.context is not None:
+        # Whole blocks of the context, as far as the prompt has them.
+        position = 0
+        while position + block_size <= min(eviction.context, num_prompt_tokens):
+            position += block_size
     budget = eviction.budget
     if isinstance(budget, float):
-        budget = int(np.ceil(budget * num_prompt_tokens))
+        budget = int(np.ceil(budget * position))
     tail_start = 0
-    while (tail_start + 1) * block_size <= num_prompt_tokens - eviction.window:
+    while (tail_start + 1) * block_size <= position - eviction.window:
         tail_start += 1
     first_retained = tail_start - 1
-    while first_retained > 0 and num_prompt_tokens - first_retained * block_size < budget:
+    while first_retained > 0 and position - first_retained * block_size < budget:
         first_retained -= 1
     if first_retained <= 0:
         return None
-    return Retained(num_prompt_tokens, first_retained, tail_start)
+    return Retained(position, first_retained, tail_start)
 
 
 class Row:
@@ -67,6 +73,20 @@ class Row:
         self.num_tagged = 0
         self.retained = retained_blocks(len(prompt), block_size, eviction)
         self.packed: list[list[np.ndarray]] = []
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """What others must share to read what is retained of it: nobody does without a context."""
+        assert self.retained is not None
+        if self.eviction.context is None:
+            return (self.request_id,)
+        return (self.eviction.method, repr(self.eviction.budget), self.retained.position)
+
+    @property
+    def context(self) -> tuple[object, ...]:
+        """What is compressed, and how."""
+        assert self.retained is not None
+        return (int(self.tags[self.retained.position - 1]), *self.settings)
 
     @property
     def seq_len(self) -> int:

@@ -78,9 +78,11 @@ class TaggedWorker:
             self.state, lambda _: [self.live[row.request_id] for row in self.rows], block_size
         )
         self._tag_of: dict[tuple[object, ...], int] = {}
+        # By first packed block: of which context, and what every head of every layer retained.
+        self._packed_at: dict[int, tuple[tuple[object, ...], list[list[np.ndarray]]]] = {}
         self.num_completions = self.num_headwise = self.num_resumed_past_prompt = 0
         self.num_windows_in_chunks = self.num_whole_prompts = self.num_pools = 0
-        self.num_mixed = 0
+        self.num_mixed = self.num_contexts_found = self.num_turns_found = 0
 
     # The batch
 
@@ -117,11 +119,23 @@ class TaggedWorker:
                 row.num_tagged = min(row.num_tagged, len(row.tokens))
             elif blocks is not None:
                 row.table += blocks[0]
+        begun = {new.req_id for new in output.scheduled_new_reqs} | cached.resumed_req_ids
         for row in self.requests.values():
             row.num_new = output.num_scheduled_tokens.get(row.request_id, 0)
             if row.num_new:
                 self._tag(row)
+                if row.request_id in begun:
+                    self._find_context(row)
         self._condense()
+
+    def _find_context(self, row: Row) -> None:
+        """What a request that begins past its cut must read: all of it packed for one request."""
+        if row.retained is None or row.num_computed < row.retained.position:
+            return
+        found, row.packed = self._packed_at.get(row.table[row.retained.num_freed], ((), []))
+        require(found == row.context, f"decoding of {row.request_id} found another context")
+        self.num_contexts_found += 1
+        self.num_turns_found += row.num_computed > row.retained.position
 
     def _condense(self) -> None:
         """Fills the rows of requests that do not run with the last ones, then appends new ones."""
@@ -141,7 +155,7 @@ class TaggedWorker:
         for index in range(row.num_tagged, row.seq_len):
             key: tuple[object, ...] = (int(row.tags[index - 1]) if index else 0, row.tokens[index])
             if row.retained and index >= row.retained.position:
-                key = (*key, row.request_id)
+                key = (*key, *row.settings)
             row.tags[index] = self._tag_of.setdefault(key, len(self._tag_of) + 1)
         row.num_tagged = max(row.num_tagged, row.seq_len)
 
@@ -295,6 +309,7 @@ class TaggedWorker:
             offsets = self.state.offsets[packing.first_packed_block, layers[0] : layers[-1] + 1]
             offsets.copy_(ends.unfold(0, NUM_KV_HEADS + 1, NUM_KV_HEADS))
             num_handed_out += num_pages
+        self._packed_at[packed[0]] = row.context, row.packed
         self.num_completions += 1
         packing.request.phase, packing.request.packing = Phase.PACKED, None
         self.state.complete(packing.request)

@@ -1,12 +1,13 @@
 """A conversation that sends its growing history again with every turn."""
 
-import pytest
-from transformers import AutoTokenizer
+from itertools import pairwise
+from typing import NamedTuple
 
-from tests.engine.conftest import EngineFactory
+import pytest
+
+from tests.engine.conftest import Engine, EngineFactory
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.retention import cuts
-from vllm_kvselect.tiny_model import tiny_model
 
 pytestmark = pytest.mark.engine
 EVICTION = {"method": "adakv-perturb", "budget": 128}
@@ -24,23 +25,41 @@ QUESTIONS = [
 ]
 
 
+class Talk(NamedTuple):
+    """A conversation.
+
+    Attributes:
+        prompts: Token ids of each turn: all turns before it, and the question.
+        answers: Their answers.
+        hits: Tokens of each prompt that came from the prefix cache.
+    """
+
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    hits: list[int]
+
+
+def talk(engine: Engine, document: list[int], max_tokens: int) -> Talk:
+    """Asks all questions about a document in the system prompt."""
+    tokenizer = engine.llm.get_tokenizer()
+    history = [{"role": "system", "content": tokenizer.decode(document)}]
+    had = Talk([], [], [])
+    for question in QUESTIONS:
+        history.append({"role": "user", "content": question})
+        chat = tokenizer.apply_chat_template(history, add_generation_prompt=True, tokenize=False)
+        had.prompts.append(tokenizer.encode(chat, add_special_tokens=False))
+        (result,) = engine.results([had.prompts[-1]], max_tokens=max_tokens)
+        had.hits.append(result.num_cached_tokens)
+        had.answers.append(list(result.outputs[0].token_ids))
+        history.append({"role": "assistant", "content": tokenizer.decode(had.answers[-1])})
+    return had
+
+
 def test_ten_turns_hit_the_prefix_cache_and_answer_as_a_fresh_server(
     start_engine: EngineFactory, text_tokens: list[int]
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(str(tiny_model()))
-    history = [{"role": "system", "content": tokenizer.decode(text_tokens[:300])}]
-    prompts, answers, hits = [], [], []
     with start_engine(EVICTION, 200) as engine:
-        for question in QUESTIONS:
-            history.append({"role": "user", "content": question})
-            chat = tokenizer.apply_chat_template(
-                history, add_generation_prompt=True, tokenize=False
-            )
-            prompts.append(tokenizer.encode(chat, add_special_tokens=False))
-            (result,) = engine.results([prompts[-1]], max_tokens=8)
-            hits.append(result.num_cached_tokens)
-            answers.append(list(result.outputs[0].token_ids))
-            history.append({"role": "assistant", "content": tokenizer.decode(answers[-1])})
+        prompts, answers, hits = talk(engine, text_tokens[:300], max_tokens=8)
     # Of each prompt, the blocks before the packed ones were hashed, and the next turn finds them.
     first_packed = [
         cuts(len(prompt), 32, EvictionConfig(**EVICTION)).first_private for prompt in prompts
@@ -49,6 +68,33 @@ def test_ten_turns_hit_the_prefix_cache_and_answer_as_a_fresh_server(
     assert first_packed == sorted(first_packed)
     assert first_packed[-1] > first_packed[0] + 5
     with start_engine(EVICTION, 200, enable_prefix_caching=False) as engine:
-        for prompt, answer in zip(prompts, answers, strict=True):
-            (fresh,) = engine.outputs([prompt], max_tokens=8)
-            assert list(fresh.token_ids) == answer
+        assert [engine.outputs([each], max_tokens=8)[0].token_ids for each in prompts] == answers
+
+
+CHATTING = {
+    "method": "layer-keydiff-perturb",
+    "budget": 0.25,
+    "context": "chat",
+    "allow_override": ["context"],
+}
+
+
+def test_ten_turns_over_a_document_compute_it_once_and_answer_as_a_fresh_server(
+    start_engine: EngineFactory, text_tokens: list[int]
+) -> None:
+    with start_engine(CHATTING, 200) as engine:
+        (manager,) = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
+        turn_start = engine.llm.get_tokenizer().decode(manager.eviction.turn_start)
+        assert turn_start.endswith("<|im_start|>user")
+        prompts, answers, hits = talk(engine, text_tokens[:900], max_tokens=40)
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == 1
+    # The document, and every full block of the turns before that the next prompt begins with.
+    same = [
+        next((i for i, pair in enumerate(zip(a, b, strict=False)) if len(set(pair)) > 1), len(a))
+        for a, b in pairwise(prompts)
+    ]
+    assert hits[0] == 0
+    assert all(hit >= shared // 32 * 32 for hit, shared in zip(hits[1:], same, strict=True))
+    assert min(hits[1:]) > 900
+    with start_engine(CHATTING, 200, enable_prefix_caching=False) as engine:
+        assert [engine.outputs([each], max_tokens=40)[0].token_ids for each in prompts] == answers

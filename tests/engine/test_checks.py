@@ -29,7 +29,7 @@ from vllm_kvselect.engine.frontend.arguments import choose_scheduler
 from vllm_kvselect.engine.frontend.checks import refuse_unsupported, settings_problems
 from vllm_kvselect.engine.models import layer_types, refuse_mixed_groups
 from vllm_kvselect.engine.platforms import PLATFORMS
-from vllm_kvselect.engine.scheduler.pool_scheduler import PoolAsyncScheduler, PoolScheduler
+from vllm_kvselect.engine.scheduler.cut_scheduler import CutAsyncScheduler, CutScheduler
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, WindowSpec
 from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.tiny_model import tiny_model
@@ -128,13 +128,14 @@ def test_models_that_cannot_be_served(name: str, tmp_path: Path) -> None:
     ("eviction", "message"),
     [
         ({"method": "snapkw"}, r"method = 'snapkw'.*'none', 'streaming-llm', 'random'"),
+        ({"method": "layer-kvzip"}, r"method = 'layer-kvzip' is not served, only measured off"),
         ({"budget": 0}, r"budget = 0 is not accepted.*at least 1.*method 'none'"),
         ({"budget": -5}, r"budget = -5 is not accepted"),
         ({"budget": 1.5}, r"budget = 1\.5 is not accepted.*up to 1\.0.*integer"),
         ({"budget": 0.0}, r"budget = 0\.0 is not accepted"),
         ({"budget": 63}, r"budget = 63 retains 63.*at least 64.*window of 32 and one block of 32"),
         ({"budget": 0.01}, r"budget = 0\.01 retains 21 entries of 2048 tokens; at least 64"),
-        ({"budgets": 64}, r"unknown key 'budgets'; accepted keys: method, budget, window"),
+        ({"budgets": 64}, r"unknown key 'budgets'; accepted keys: method, budget, context"),
         ({"window": 0}, r"window = 0 is not accepted"),
         ({"alpha": 1.5}, r"alpha = 1\.5 is not accepted"),
         ("adakv", r"additional_config\['kv_eviction'\] = 'adakv' must be a mapping"),
@@ -148,16 +149,16 @@ def test_values_that_are_not_accepted(eviction: Any, message: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_is_accepted_and_pools_get_their_scheduler(name: str) -> None:
     config = create({"method": name})
-    scheduler = PoolScheduler if METHODS[name].pooled else Scheduler
+    scheduler = CutScheduler if METHODS[name].pooled else Scheduler
     assert config.scheduler_config.get_scheduler_cls() is scheduler
 
 
 def test_the_scheduler_of_a_pool_is_there_wherever_a_request_may_ask_for_one() -> None:
     scheduling = create({"allow_override": ["method"]}).scheduler_config
-    assert scheduling.get_scheduler_cls() is PoolScheduler
+    assert scheduling.get_scheduler_cls() is CutScheduler
     scheduling.scheduler_cls, scheduling.async_scheduling = None, True  # not on CPU
     choose_scheduler(scheduling, EvictionConfig(method="pyramidkv"))
-    assert scheduling.get_scheduler_cls() is PoolAsyncScheduler
+    assert scheduling.get_scheduler_cls() is CutAsyncScheduler
     scheduling = create({"allow_override": ["budget"]}).scheduler_config
     assert scheduling.get_scheduler_cls() is Scheduler
 
@@ -172,6 +173,13 @@ def test_another_scheduler_and_a_pool_exclude_each_other() -> None:
     (problem,) = settings_problems(config, EvictionConfig(method="layer-thetakv"))
     assert "shares pages between layers" in problem
     assert settings_problems(config, EvictionConfig(method="h2o")) == []
+
+
+@pytest.mark.parametrize("eviction", [{"context": 500}, {"allow_override": ["context"]}])
+def test_another_scheduler_and_contexts_exclude_each_other(eviction: dict[str, Any]) -> None:
+    assert create(eviction).scheduler_config.get_scheduler_cls() is CutScheduler
+    with pytest.raises(ConfigError, match=r"leave one of them out"):
+        create(eviction, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
 
 
 def test_a_pool_cannot_span_the_stages_of_a_pipeline() -> None:

@@ -43,7 +43,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker without a device: what vLLM's worker would do is looked at in place of done."""
     made = object.__new__(EvictionGPUWorker)
     made._eviction, made._requests = EVICTION, LiveRequests(EVICTION, BLOCK_SIZE)
-    made._states, made._report_to_send = [], None
+    made._states, made._found, made._report_to_send = [], [], None
     made._num_saved_blocks, made._reported_seconds = 0, 0.0
     made._is_prefilling = False
     monkeypatch.setattr(Worker, "execute_model", lambda self, _: self._is_prefilling)

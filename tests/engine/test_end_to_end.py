@@ -14,7 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tests.engine.conftest import Engine, EngineFactory, preempting_all
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cpu import worker as cpu_worker
-from vllm_kvselect.engine.scheduler.pool_scheduler import PoolScheduler
+from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
 from vllm_kvselect.kernels.base import REFERENCES
 from vllm_kvselect.kernels.build import KernelError
 from vllm_kvselect.machine import dtype_name, fast_dtype
@@ -132,7 +132,7 @@ def test_a_server_of_a_pooled_method(start_engine: EngineFactory, make_prompts: 
     """Without overrides, the scheduler is chosen for the server's own method."""
     prompts = make_prompts([900, 40, 1100])
     with start_engine({"method": "pyramidkv", "budget": 128}, 200) as engine:
-        assert isinstance(engine.scheduler, PoolScheduler)
+        assert isinstance(engine.scheduler, CutScheduler)
         together = engine.generate(prompts, 40)
         assert engine.worker.kv_eviction_stats()["num_evicted"] == 2
         assert engine.generate_alone(prompts, 40) == together

@@ -190,7 +190,7 @@ def test_request_hook_does_what_its_patch_does(
     checks = {"REQUEST_CHECKS": [requests.check_request], "ASYNC_REQUEST_CHECKS": [noted]}
     for name, value in checks.items():
         monkeypatch.setattr(input_processor, name, value, raising=False)
-    monkeypatch.setattr(requests, "check_projections", noted)
+    monkeypatch.setattr(requests, "check_needs", noted)
     patched_async = load_patched("0003", "v1/engine/async_llm.py")
     assert load_patched("0003", "v1/engine/input_processor.py").ASYNC_REQUEST_CHECKS == []
     patched = load_patched("0003", "v1/engine/llm_engine.py")

@@ -11,15 +11,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from tests.engine.machine import BlockAccounting
 from tests.engine.simulated_server import IntegrityError, LostError, Server, Settings
 from tests.engine.tagged_rows import WrongEntryError
 from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
-from vllm_kvselect.engine.scheduler import block_manager
+from vllm_kvselect.engine.scheduler import block_manager, contexts
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
-from vllm_kvselect.engine.scheduler.pool_scheduler import PoolScheduler
+from vllm_kvselect.engine.scheduler.contexts import ContextNames
+from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
 from vllm_kvselect.engine.step import request as step_request
 from vllm_kvselect.engine.step import split as step_split
 from vllm_kvselect.engine.step.packing import Packing
@@ -28,7 +30,7 @@ from vllm_kvselect.engine.step.request import LiveRequests, Request
 from vllm_kvselect.engine.step.rows import Rows
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch
 from vllm_kvselect.engine.step.split import Observation, Split, Splitter
-from vllm_kvselect.retention import cuts
+from vllm_kvselect.retention import Cut, cuts
 
 NUM_STEPS = 10_000
 profile = settings(
@@ -66,9 +68,49 @@ def test_priority_preemption_leaves_no_hash_of_blocks_that_were_never_computed()
         server.drain()
 
 
+def compress_again_what_is_half_gone() -> Server:
+    """Others take some of a context's blocks, and then it is compressed and read once more."""
+    every = EvictionConfig(method="adakv", budget=20, window=4, allow_override=OVERRIDE_NAMES)
+    server = Server(Settings(eviction=every), seen=Counter())
+    context, marked = [*range(1000, 1064)], {"kv_eviction_context": 64}
+
+    def answer(prompt: list[int], extra_args: dict[str, Any]) -> None:
+        server.add(prompt, 3, 0, extra_args)
+        while server.unfinished:
+            server.step()
+
+    answer([*context, 1], marked)
+    # Most of its own blocks are private, and so the next to be taken once they are given back.
+    answer([*range(3000, 3150)], {"kv_eviction_budget": 130})
+    (manager,) = server.scheduler.kv_cache_manager.coordinator.single_type_managers
+    names = next(iter(manager._names._given.values()))
+    assert 0 < sum(manager._names._cached(name) is not None for name in names) < len(names)
+    for question in (2, 3):
+        answer([*context, question], marked)
+    server.drain()
+    return server
+
+
+def test_half_a_context_is_compressed_anew() -> None:
+    assert compress_again_what_is_half_gone().worker.num_contexts_found == 1
+
+
+def test_two_halves_of_a_context_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_packed = ContextNames._give_packed
+
+    def keep_the_other_half(self: ContextNames, *args: Any) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self._pool, "evict_blocks", lambda _: None)
+            return give_packed(self, *args)
+
+    monkeypatch.setattr(ContextNames, "_give_packed", keep_the_other_half)
+    with pytest.raises((IntegrityError, WrongEntryError), match=r"hashes|wrong entries"):
+        compress_again_what_is_half_gone()
+
+
 def test_ten_thousand_steps(request: pytest.FixtureRequest) -> None:
     seen: Counter[str] = Counter()
-    run(235, seen, derandomize=True)
+    run(270, seen, derandomize=True)
     assert seen["steps"] >= NUM_STEPS
     for reached in (
         "preempted",
@@ -78,6 +120,8 @@ def test_ten_thousand_steps(request: pytest.FixtureRequest) -> None:
         "pools packed",
         "hits up to the cap",
         "different settings in a batch",
+        "contexts found",
+        "turns found",
         "settings refused",
         "aborted",
         "finished: stop",
@@ -181,7 +225,7 @@ def build_page_tables_before_packing(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_chunks_run_past_prompts(patch: pytest.MonkeyPatch) -> None:
-    patch.delattr(PoolScheduler, "_reserve_prefill_lookahead")
+    patch.delattr(CutScheduler, "_reserve_prefill_lookahead")
 
 
 def cap_hits_of_whole_prompts_as_others(patch: pytest.MonkeyPatch) -> None:
@@ -270,6 +314,82 @@ def put_off_what_is_read_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Splitter, "_may_wait", lambda *_: True)
 
 
+def name_contexts_before_they_are_packed(patch: pytest.MonkeyPatch) -> None:
+    give = ContextNames.give
+
+    def give_early(
+        self: ContextNames, request: Any, eviction: EvictionConfig, cut: Cut, blocks: Any
+    ) -> None:
+        done = request.num_computed_tokens
+        if len(blocks) >= cut.tail_start:
+            request.num_computed_tokens = max(done, cut.position)
+        give(self, request, eviction, cut, blocks)
+        request.num_computed_tokens = done
+
+    patch.setattr(ContextNames, "give", give_early)
+
+
+def name_blocks_before_they_are_full(patch: pytest.MonkeyPatch) -> None:
+    give = ContextNames.give
+
+    def give_too_much(
+        self: ContextNames, request: Any, eviction: EvictionConfig, cut: Cut, blocks: Any
+    ) -> None:
+        done = request.num_computed_tokens
+        if done >= cut.position:
+            request.num_computed_tokens = done + self._block_size
+        give(self, request, eviction, cut, blocks)
+        request.num_computed_tokens = done
+
+    patch.setattr(ContextNames, "give", give_too_much)
+
+
+def find_what_is_left_of_contexts(patch: pytest.MonkeyPatch) -> None:
+    find, packed_names = ContextNames.find, ContextNames._packed_names
+
+    def names_that_are_there(self: ContextNames, *args: Any) -> list[Any]:
+        names = packed_names(self, *args)
+        return [name for name in names if self._cached(name) is not None]
+
+    def find_rest(self: ContextNames, *args: Any) -> list[Any]:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(ContextNames, "_packed_names", names_that_are_there)
+            return find(self, *args)
+
+    patch.setattr(ContextNames, "find", find_rest)
+
+
+def name_contexts_by_their_tokens_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(contexts, "_settings_digest", lambda eviction, cut: bytes(cut.position))
+
+
+def hold_no_contexts_that_are_found(patch: pytest.MonkeyPatch) -> None:
+    touch = BlockPool.touch
+
+    def touch_stock(self: BlockPool, blocks: Any) -> None:
+        touch(self, [] if any(block.is_null for block in blocks) else blocks)
+
+    patch.setattr(BlockPool, "touch", touch_stock)
+
+
+def forget_offsets_with_their_request(patch: pytest.MonkeyPatch) -> None:
+    make_packing, update = Splitter._packing, LiveRequests.update
+    packings: dict[Request, Packing] = {}
+
+    def packing(self: Splitter, rows: Rows, row: int, *args: Any) -> Packing:
+        made = packings[rows.requests[row]] = make_packing(self, rows, row, *args)
+        return made
+
+    def update_and_forget(self: LiveRequests, scheduled: Any) -> list[Request]:
+        for request_id in scheduled.finished_req_ids:
+            if made := packings.pop(self.get(request_id), None):
+                made._state.offsets[made.first_packed_block] = 0
+        return update(self, scheduled)
+
+    patch.setattr(Splitter, "_packing", packing)
+    patch.setattr(LiveRequests, "update", update_and_forget)
+
+
 Errors = type[Exception] | tuple[type[Exception], ...]
 Mutant = tuple[Callable[[pytest.MonkeyPatch], None], Errors, str]
 
@@ -321,6 +441,36 @@ MUTANTS: dict[str, Mutant] = {
         keep_observers_of_preempted_requests,
         RuntimeError,
         "has observed",
+    ),
+    "a context named before it is packed": (
+        name_contexts_before_they_are_packed,
+        (IntegrityError, WrongEntryError),
+        "private|another context|decoding",
+    ),
+    "a block of a turn named before it is full": (
+        name_blocks_before_they_are_full,
+        (IntegrityError, WrongEntryError),
+        "private|wrong entr",
+    ),
+    "half a context found": (
+        find_what_is_left_of_contexts,
+        (IntegrityError, LostError, WrongEntryError),
+        "private|freed|hits|holds|another context",
+    ),
+    "a context found under other settings": (
+        name_contexts_by_their_tokens_alone,
+        (LostError, WrongEntryError),
+        "another context|hits|holds",
+    ),
+    "a context given back while it is read": (
+        hold_no_contexts_that_are_found,
+        IntegrityError,
+        "references|pool|owners",
+    ),
+    "offsets of a context end with its first owner": (
+        forget_offsets_with_their_request,
+        WrongEntryError,
+        "decoding",
     ),
     "the server's settings for a request's blocks": (
         plan_blocks_with_the_servers_settings,

@@ -4,6 +4,7 @@ The oracles share no code with the package: they see recorded queries, keys and 
 checkpoint's own W_O and, for the arithmetic, the set of retained entries.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,11 +28,13 @@ from tests.engine.float64 import (
 )
 from tests.engine.recorder import Recorder, recording
 from tests.method_cases import METHOD_CASES, MethodCase, every_method_case
+from tests.probe_files import probe_of
 from vllm_kvselect.kernels import cpu
 from vllm_kvselect.kernels.base import REFERENCES
 from vllm_kvselect.methods.choice import retain, retain_pool, score_layer
 from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.rotation import Rotation
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting.ranking import Candidates
 
@@ -81,13 +84,14 @@ def recorders(start_shared_engine: EngineFactory, make_prompts: Any) -> dict[str
 
 def prompt_layers(recorded: Any, model: Path, prompt_len: int) -> list[Layer]:
     """The layers' tensors of one prompt."""
-    weights = load_file(model / "model.safetensors")
+    theta = json.loads((model / "config.json").read_text())["rope_parameters"]["rope_theta"]
+    weights, probes = load_file(model / "model.safetensors"), load_file(probe_of(model))["weights"]
     layers = []
     for index in range(SHALLOW_LAYERS):
         tensors = recorded[prompt_len, index]
         prompt = (tensors[name][:prompt_len] for name in ("query", "key", "value"))
         projection = weights[f"model.layers.{index}.self_attn.o_proj.weight"].double()
-        layers.append(Layer(*prompt, projection))
+        layers.append(Layer(*prompt, projection, theta=theta, probe=probes[index]))
     return layers
 
 
@@ -178,7 +182,23 @@ def inputs(case: MethodCase, layer: Layer, kernels: bool, index: int = 0) -> Sco
         projection = cpu.pack(projection)
     value = value[: tail_begin(num_tokens)].transpose(0, 1)
     key = key.transpose(0, 1)
-    return ScoringInputs(query, key, value, size**-0.5, projection, layer_index=index)
+    return ScoringInputs(
+        query,
+        key,
+        value,
+        size**-0.5,
+        projection,
+        layer_index=index,
+        rotation=rotation(layer.theta, size) if METHODS[case.method].rotation else None,
+        probe=layer.probe,
+    )
+
+
+def rotation(theta: float, size: int) -> Rotation:
+    """Tables of a rotary embedding, computed in float64 and rounded."""
+    angles = theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    turns = torch.arange(1024, dtype=torch.float64)[:, None] * angles
+    return Rotation(turns.cos().float(), turns.sin().float())
 
 
 def check_heads(retained: set[tuple[int, int]], expected: list[Expected]) -> None:

@@ -206,8 +206,18 @@ def test_metrics_are_named_by_the_rules_of_prometheus(server: str) -> None:
         for name, kind in kinds.items()
         if name.startswith("vllm:kv_eviction_") and not name.endswith("_created")
     }
-    assert len(ours) == 8
-    units = {"blocks", "bytes", "entries", "ratio", "requests", "seconds"}
+    assert len(ours) == 13
+    units = {
+        "blocks",
+        "bytes",
+        "contexts",
+        "entries",
+        "hits",
+        "ratio",
+        "requests",
+        "seconds",
+        "tokens",
+    }
     for name, kind in ours.items():
         assert name.endswith("_total") is (kind == "counter")
         *others, last = name.removeprefix("vllm:kv_eviction_").removesuffix("_total").split("_")

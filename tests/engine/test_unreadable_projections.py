@@ -19,13 +19,10 @@ from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.frontend.requests import (
     RequestRefusedError,
     check_body,
-    check_projections,
+    check_needs,
 )
-from vllm_kvselect.engine.step.output_projection import (
-    _arguments,
-    _in_place_of,
-    _named_after_gates,
-)
+from vllm_kvselect.engine.step.output_projection import _named_after_gates
+from vllm_kvselect.engine.step.trial_run import arguments, in_place_of
 from vllm_kvselect.methods.registry import METHODS
 
 pytestmark = pytest.mark.engine
@@ -70,13 +67,17 @@ def afmoe(tmp_path: Path) -> Path:
     return tmp_path / "afmoe"
 
 
-@pytest.fixture
-def persimmon(tmp_path: Path) -> Path:
-    """A model that vLLM runs through transformers, which does not say what its projection is."""
+@pytest.fixture(scope="module")
+def persimmon(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that vLLM runs through transformers, which does not say what its projection is.
+
+    Made once: when vLLM has loaded such a model, transformers can make no other one.
+    """
     torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("persimmon")
     sizes = {key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "head_dim")}
-    PersimmonForCausalLM(PersimmonConfig(**sizes)).save_pretrained(tmp_path / "persimmon")
-    return tmp_path / "persimmon"
+    PersimmonForCausalLM(PersimmonConfig(**sizes)).save_pretrained(folder)
+    return folder
 
 
 def test_a_gate_before_the_projection_is_found_and_refused(afmoe: Path) -> None:
@@ -127,26 +128,28 @@ class AsyncEngine:
 
     logger_manager = None
 
-    def __init__(self, method: str, answers: list[str | None]) -> None:
+    def __init__(self, method: str, answers: list[dict[str, str]]) -> None:
         values = {"method": method, "budget": 96, "allow_override": ["method"]}
         self.vllm_config = SimpleNamespace(additional_config={"kv_eviction": values})
         self.answers, self.asked = answers, []
 
-    async def collective_rpc(self, method: str) -> list[str | None]:
+    async def collective_rpc(self, method: str) -> list[dict[str, str]]:
         self.asked.append(method)
         return self.answers
 
 
 def test_the_workers_are_asked_once_and_one_without_projections_is_enough() -> None:
-    engine = AsyncEngine("adakv", [None, "no projections here"])
+    engine = AsyncEngine("adakv", [{}, {"output projection": "no projections here"}])
     body = SimpleNamespace(model_extra=None, vllm_xargs={"kv_eviction": "thetakv"})
     for _ in range(2):
         with pytest.raises(RequestRefusedError, match="no projections here") as caught:
             asyncio.run(check_body(engine, body))
         assert caught.value.parameter == "vllm_xargs.kv_eviction"
         with pytest.raises(RequestRefusedError, match="no projections here"):
-            asyncio.run(check_projections(engine, PROMPT, params("snapkv-perturb")))
-    assert engine.asked == ["kv_eviction_projection_problem"]
+            asyncio.run(check_needs(engine, PROMPT, params("snapkv-perturb")))
+    # What is missing is no obstacle to a method that does not need it.
+    asyncio.run(check_needs(engine, PROMPT, params("expected-attention")))
+    assert engine.asked == ["kv_eviction_problems"]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +158,9 @@ def test_the_workers_are_asked_once_and_one_without_projections_is_enough() -> N
         ("adakv", "thetakv", True),
         ("none", "snapkv-perturb", True),
         ("adakv-perturb", "thetakv", False),  # would not have started
+        ("adakv", "expected-attention", True),
+        ("adakv-perturb", "expected-attention", True),
+        ("expected-attention", "keydiff", False),
         ("adakv", "snapkv", False),
         ("adakv", "none", False),
         ("adakv", None, False),
@@ -163,8 +169,8 @@ def test_the_workers_are_asked_once_and_one_without_projections_is_enough() -> N
 def test_workers_are_asked_only_when_the_answer_matters(
     server: str, choice: str | None, asks: bool
 ) -> None:
-    engine = AsyncEngine(server, [None])
-    asyncio.run(check_projections(engine, PROMPT, params(choice)))
+    engine = AsyncEngine(server, [{}])
+    asyncio.run(check_needs(engine, PROMPT, params(choice)))
     assert bool(engine.asked) is asks
 
 
@@ -182,7 +188,7 @@ class Gated(nn.Module):
 
 def test_modules_that_cannot_be_called_are_judged_by_their_names() -> None:
     module = Gated()
-    assert _arguments(module, torch.ones(1, 2)) is None
+    assert arguments(module, torch.zeros(1), torch.ones(1, 2)) is None
     assert _named_after_gates(module) == ["g_proj", "attn_output_gate"]
 
 
@@ -190,7 +196,7 @@ def test_a_trial_run_leaves_the_layer_as_it_was() -> None:
     layer = nn.Linear(2, 2)
     given = torch.ones(1, 2)
     before = layer(given)
-    with _in_place_of(layer, lambda _: given):
+    with in_place_of(layer, lambda _: given):
         assert layer(before) is given
     assert torch.equal(layer(given), before)
     assert "forward" not in vars(layer)

@@ -105,7 +105,6 @@ def test_predictions_of_others_stand_in_the_same_table(llama_folder: Path, tmp_p
         (("--methods", "snapkw"), "snapkw"),
         (("--budgets", "many"), "many"),
         (("--scenarios", "both"), "both"),
-        (("--through", "engine", "--scenarios", "context-only"), "add --through model"),
         (("--lengths", "300.5"), "300.5"),
         (("--model", "no/such/model"), "model"),
     ],

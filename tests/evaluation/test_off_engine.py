@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from tests.probe_files import probe_of
 from vllm_kvselect.analysis.answers import forced
 from vllm_kvselect.analysis.capture import capture, continue_prompt
 from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.analysis.kvzip import kvzip_scores
 from vllm_kvselect.analysis.retained import Prompt, retained_entries
 from vllm_kvselect.analysis.tasks import SCENARIOS, Scenario
 from vllm_kvselect.config import EvictionConfig
@@ -17,14 +20,15 @@ from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.predictions import Prediction, Setting
 from vllm_kvselect.evaluation.settings import FULL, EvaluationConfig
 
-METHODS = ("snapkv", "layer-thetakv", "random")
+METHODS = ("snapkv", "layer-thetakv", "random", "layer-probe", "kvzip-perturb")
 MAX_TOKENS = 6
 
 
 @pytest.fixture(scope="module")
 def examples(token_ids: list[int]) -> list[Example]:
     """Two questions about one text, and one about another."""
-    text, other = tuple(token_ids[:80]), tuple(reversed(token_ids[:80]))
+    # The first one does not end at a block border: what is left of it reads what is retained.
+    text, other = tuple(token_ids[:79]), tuple(reversed(token_ids[:80]))
     parts = [(text, token_ids[80:88]), (text, token_ids[84:90]), (other, token_ids[80:86])]
     return [
         Example(
@@ -51,7 +55,7 @@ def make_config(folder: Path, **values: Any) -> EvaluationConfig:
         "budgets": (0.5, 0.25),
         "block_size": 4,
         "scenarios": SCENARIOS,
-        "eviction": {"window": 8},
+        "eviction": {"window": 8, "probe": str(probe_of(folder))},
     }
     return EvaluationConfig.parse(given | values)
 
@@ -68,16 +72,28 @@ def predictions(llama_folder: Path, examples: list[Example]) -> list[Prediction]
 
 
 def alone(
-    model: PreTrainedModel, example: Example, scenario: Scenario, eviction: EvictionConfig | None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    example: Example,
+    scenario: Scenario,
+    eviction: EvictionConfig | None,
 ) -> tuple[list[int], float, float]:
     """The answer with nothing shared or batched: the whole sequence again for every token."""
-    compressed = example.compressed(scenario)
+    position = len(example.prompt)
+    if scenario == "context-only":
+        position = len(example.context) // 4 * 4
     layers = capture(model, list(example.prompt))
-    shape = (len(layers), len(layers[0].key), len(compressed))
-    retained = torch.ones(shape, dtype=torch.bool)
+    retained = torch.ones((len(layers), len(layers[0].key), position), dtype=torch.bool)
     if eviction is not None:
-        retained = retained_entries(Prompt(layers, len(compressed), 4), eviction)
-    question = list(example.question) if scenario == "context-only" else []
+        prompt = Prompt(
+            layers,
+            position,
+            4,
+            probe=load_file(str(eviction.probe))["weights"],
+            replayed=kvzip_scores(model, tokenizer, layers, list(example.prompt[:position])),
+        )
+        retained = retained_entries(prompt, eviction)
+    question = list(example.prompt[position:])
 
     def continued(following: list[int]) -> torch.Tensor:
         return continue_prompt(model, layers, following, retained).logits
@@ -120,7 +136,9 @@ def test_batched_answers_are_those_of_each_alone(
     texts = set()
     for each in predictions:
         eviction = chosen.get((each.method, each.budget))
-        answer, nll, accuracy = alone(llama, by_name[each.example], each.scenario, eviction)
+        answer, nll, accuracy = alone(
+            llama, tokenizer, by_name[each.example], each.scenario, eviction
+        )
         assert each.text == tokenizer.decode(answer, skip_special_tokens=True)
         assert each.num_tokens == MAX_TOKENS
         assert each.nll == pytest.approx(nll, abs=1e-3)
@@ -195,7 +213,7 @@ def test_an_answer_ends_with_an_end_token(
     tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
 ) -> None:
-    answer, _, _ = alone(llama, examples[0], "regular", None)
+    answer, _, _ = alone(llama, tokenizer, examples[0], "regular", None)
     llama.save_pretrained(tmp_path)
     other = AutoTokenizer.from_pretrained(llama_folder)
     other.eos_token = tokenizer.convert_ids_to_tokens(answer[2])

@@ -185,7 +185,7 @@ def test_texts_are_made_once(
 
 
 def test_unknown_tasks_and_other_data_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(EvaluationError, match=r"no task niah; there are niah_single_1, .*, qa_2"):
+    with pytest.raises(EvaluationError, match=r"no task 'niah'; there are niah_single_1, .*, qa_2"):
         ruler(config(tasks=("vt", "niah")), tokenizer)
     with pytest.raises(EvaluationError, match="leave out --data"):
         ruler(config(data="/somewhere"), tokenizer)

@@ -11,6 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.analysis.tasks import SCENARIOS
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.evaluation import cut_check, off_engine, served
 from vllm_kvselect.evaluation.cut_check import CutCheck
@@ -57,15 +58,17 @@ def examples(tokenizer: PreTrainedTokenizerBase) -> list[Example]:
 def test_it_answers_as_the_model_does_off_the_engine(
     server: Endpoint, examples: list[Example]
 ) -> None:
-    config = parse(url=server.url)
+    config = parse(url=server.url, scenarios=SCENARIOS)
     found = list(served.answer(config, examples, set()))
     assert [{p.example for p in each} for each in found] == [{e.name} for e in examples]
+    settings = [each for scenario in SCENARIOS for each in config.settings(scenario)]
     for each in found:
-        assert [p.setting for p in each] == config.settings("regular")
+        assert [p.setting for p in each] == settings
     # By a metric that more text may lower: off the engine a right answer would end at once.
     whole = [replace(example, metric="qa_f1") for example in examples]
-    expected = off_engine.answer(parse(through="model"), whole, set())
-    for through_engine, off in zip(found, expected, strict=True):
+    expected = list(off_engine.answer(parse(through="model", scenarios=SCENARIOS), whole, set()))
+    by_example = [a + b for a, b in zip(expected[::2], expected[1::2], strict=True)]
+    for through_engine, off in zip(found, by_example, strict=True):
         for a, b in zip(through_engine, off, strict=True):
             assert (a.text, a.num_tokens) == (b.text, b.num_tokens), a
             assert a.retained == pytest.approx(b.retained, abs=1e-9)

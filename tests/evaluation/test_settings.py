@@ -38,7 +38,11 @@ def test_further_fields_reach_every_method() -> None:
         ({"scenarios": ()}, r"scenarios = \(\)"),
         ({"sccenarios": ("regular",)}, "sccenarios"),
         ({"dtype": "int8"}, "dtype = 'int8'"),
-        ({"through": "engine", "scenarios": ("context-only",)}, "add --through model"),
+        (
+            {"suite": "harness", "through": "engine", "scenarios": ("context-only",)},
+            "does not tell texts and questions apart",
+        ),
+        ({"eviction": {"context": 500}}, "add --scenarios context-only"),
         ({"suite": "harness"}, "add --through engine"),
         ({"url": "http://localhost:8000"}, "add --through engine"),
     ],

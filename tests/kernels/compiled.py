@@ -18,6 +18,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cuda
 from vllm_kvselect.kernels.triton.pruning import needed_value_norms
 from vllm_kvselect.paging.page_table import PageTable
+from vllm_kvselect.scoring.rotation import Rotation
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 KV_HEADS, GROUP, HIDDEN_SIZE, NUM_TOKENS, BLOCK_SIZE = 8, 4, 4096, 8192, 16
@@ -59,11 +60,16 @@ def launch_all(dtype: torch.dtype, head_size: int) -> None:
     query = torch.empty(config.window, KV_HEADS * GROUP, head_size, dtype=dtype)
     key, value = torch.empty(2, NUM_TOKENS, KV_HEADS, head_size, dtype=dtype).transpose(1, 2)
     cuda.snapkv_scores(scoring_inputs(query, key, 1.0), config)
+    turn = Rotation(*torch.empty(2, NUM_TOKENS, head_size // 2))
+    probe = torch.empty((GROUP + 2) * head_size + 1, KV_HEADS)
+    queries = torch.empty(NUM_TOKENS, KV_HEADS * GROUP, head_size, dtype=dtype)
+    prompt = scoring_inputs(queries, key, 1.0, value, rotated_by=turn, probe=probe)
+    cuda.imitated_scores(prompt, 0)
     weight = torch.empty(KV_HEADS, head_size, GROUP, HIDDEN_SIZE, dtype=dtype)
     # As in `OutputProjection.of`, which would multiply for real.
     wide = torch.float32 if dtype == torch.float16 else dtype
     form = torch.empty(KV_HEADS, head_size, head_size, dtype=wide)
-    projection = OutputProjection(weight, form)
+    projection = OutputProjection(weight, form, form.float())
     cuda.projected_value_norms(value, projection)
     scores, budgets = torch.zeros(KV_HEADS, NUM_TOKENS), torch.full((KV_HEADS,), 1024)
     stage_1 = cuda.stage_1_mask(scores, budgets, 0.5)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kernels.probe_inputs import ROTATIONS, check_imitated, probe_inputs
 from tests.method_cases import MethodCase, every_method_case
 from tests.strategies import (
     Shape,
@@ -27,13 +28,18 @@ from vllm_kvselect.kernels import cpu, tiers
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.machine import fast_dtype
 from vllm_kvselect.methods.choice import retain
-from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.paging import compaction
-from vllm_kvselect.scoring import snapkv, value_norms
+from vllm_kvselect.scoring import defensivekv, snapkv, value_norms
+from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting import allocation, selection
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WINDOW_SCORERS = (
+    snapkv.snapkv_scores,
+    defensivekv.mean_attention,
+    defensivekv.defensive_scores,
+)
 TIERS = ["float32"] if fast_dtype() == torch.float32 else ["native", "float32"]
 """Float32 tiles everywhere; native tiles too where they are others."""
 EPS = torch.finfo(torch.float32).eps
@@ -78,9 +84,16 @@ def test_twins_have_the_names_and_signatures_of_their_references() -> None:
     kernel_size=st.sampled_from((1, 3, 7, 63)),
     far=st.booleans(),
     with_sinks=st.booleans(),
+    scorer=st.sampled_from(WINDOW_SCORERS),
 )
-def test_snapkv_scores(
-    shape: Shape, seed: int, dtype: torch.dtype, kernel_size: int, far: bool, with_sinks: bool
+def test_scores_of_the_window(
+    shape: Shape,
+    seed: int,
+    dtype: torch.dtype,
+    kernel_size: int,
+    far: bool,
+    with_sinks: bool,
+    scorer: Scorer,
 ) -> None:
     layer = random_layer(shape, seed, dtype, with_sinks=with_sinks)
     if far:  # one key takes all attention: the others' weights vanish without being lost
@@ -91,10 +104,9 @@ def test_snapkv_scores(
     config = EvictionConfig(window=shape.window, kernel_size=kernel_size)
     sinks = None if layer.sinks is None else layer.sinks.double()
     inputs = scoring_inputs(layer.query.double(), key.double(), shape.scale, sinks=sinks)
-    expected = snapkv.snapkv_scores(inputs, config)
-    scores = cpu.snapkv_scores(
-        scoring_inputs(layer.query, key, shape.scale, sinks=layer.sinks), config
-    )
+    expected = scorer(inputs, config)
+    given_inputs = scoring_inputs(layer.query, key, shape.scale, sinks=layer.sinks)
+    scores = cpu.KERNELS.scorer(scorer)(given_inputs, config)
     assert scores.dtype == torch.float32
     # A logit of n products is off by n eps of the sum of magnitudes; a weight by twice that.
     group = layer.query.view(shape.window, shape.num_kv_heads, shape.group, -1).double().abs()
@@ -102,6 +114,21 @@ def test_snapkv_scores(
     largest = float(magnitude) + (0 if sinks is None else float(sinks.abs().max()))
     bound = 2 * (shape.head_size + 4) * EPS * largest + (key.shape[1] + 8) * EPS
     torch.testing.assert_close(scores.double(), expected, rtol=bound, atol=2.0**-120)
+
+
+@some
+@given(
+    shape=shapes(max_tokens=300),
+    seed=seeds,
+    dtype=st.sampled_from(DTYPES),
+    kind=ROTATIONS,
+    first_position=st.integers(0, 600),
+)
+def test_imitated_scores(
+    shape: Shape, seed: int, dtype: torch.dtype, kind: str, first_position: int
+) -> None:
+    inputs = probe_inputs(shape, seed, dtype, kind)
+    check_imitated(cpu.imitated_scores(inputs, first_position), inputs, first_position)
 
 
 @pytest.mark.parametrize("num_tokens", [2753, 8200])
@@ -272,6 +299,12 @@ def test_pages_and_entries_are_moved_as_they_are(dtype: torch.dtype) -> None:
     )
 
 
+def packed(inputs: ScoringInputs) -> ScoringInputs:
+    """The same, with the output projection as the kernels read it."""
+    projection = inputs.output_projection
+    return replace(inputs, output_projection=projection and cpu.pack(projection))
+
+
 @every_method_case
 @few
 @given(shape=shapes(), seed=seeds)
@@ -280,16 +313,10 @@ def test_what_is_retained_is_as_good_as_what_the_reference_retains(
 ) -> None:
     """Rounding may swap entries on the cut; every other choice is the same."""
     layer = random_layer(shape, seed, torch.float32)
-    projection = packed = None
-    if METHODS[case.method].perturbation:
-        projection = OutputProjection.of(layer.output_projection.float())
-        packed = cpu.pack(projection)
-    value = layer.value[:, : shape.num_tokens]
-    inputs = scoring_inputs(layer.query, layer.key, shape.scale, value, projection)
+    inputs = case.inputs(shape, layer)
     options = (shape.num_packed, shape.block_size, case.config(window=shape.window))
     expected = retain(inputs, *options)
-    packed_inputs = replace(inputs, output_projection=packed)
-    retention = retain(packed_inputs, *options, kernels=cpu.KERNELS)
+    retention = retain(packed(inputs), *options, kernels=cpu.KERNELS)
     both = set(retention.retained.tolist()) & set(expected.retained.tolist())
     assert len(both) >= expected.retained.numel() - 2
 
@@ -303,11 +330,8 @@ def test_a_broken_model_does_not_break_the_bookkeeping(
     shape = Shape(3, 2, 8, 8, 3, 51, 2)
     layer = random_layer(shape, 0, dtype)
     layer.key[1, 7 : 7 + num_bad], layer.value[2, 3 : 3 + num_bad] = torch.nan, torch.nan
-    projection = cpu.pack(OutputProjection.of(layer.output_projection))
-    value = layer.value[:, : shape.num_tokens]
-    inputs = scoring_inputs(layer.query, layer.key, shape.scale, value, projection)
     config = case.config(window=shape.window)
-    retention = retain(inputs, 2, 8, config, kernels=cpu.KERNELS)
+    retention = retain(packed(case.inputs(shape, layer)), 2, 8, config, kernels=cpu.KERNELS)
     assert int(retention.offsets[-1]) == 6
     assert len(set(retention.retained.tolist())) == 48
     assert int(retention.retained.min()) >= 0

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.probe_inputs import ROTATIONS, check_imitated, probe_inputs
 from tests.kernels.unsynchronised import SYNCHRONISING, SynchronisationError, unsynchronised
 from tests.method_cases import METHOD_CASES, MethodCase
 from tests.strategies import (
@@ -154,6 +155,25 @@ def test_snapkv_scores(
     largest = float(magnitude) + (0 if sinks is None else float(sinks.abs().max()))
     bound = 2 * (shape.head_size + 4) * EPS * largest + (key.shape[1] + 8) * EPS
     torch.testing.assert_close(scores.double(), expected, rtol=bound, atol=2.0**-120)
+    unpooled = EvictionConfig(window=shape.window, kernel_size=1)
+    scores = cuda.mean_attention(scoring_inputs(query, key, shape.scale, sinks=sinks), unpooled)
+    expected = snapkv.snapkv_scores(inputs, unpooled)
+    torch.testing.assert_close(scores.double(), expected, rtol=bound, atol=2.0**-120)
+
+
+@brief
+@given(
+    shape=shapes(max_tokens=100),
+    seed=seeds,
+    dtype=st.sampled_from(DTYPES),
+    kind=ROTATIONS,
+    first_position=st.integers(0, 600),
+)
+def test_imitated_scores(
+    shape: Shape, seed: int, dtype: torch.dtype, kind: str, first_position: int
+) -> None:
+    inputs = probe_inputs(shape, seed, dtype, kind)
+    check_imitated(cuda.imitated_scores(inputs, first_position), inputs, first_position)
 
 
 @pytest.mark.parametrize("window", [1, 70])

@@ -19,7 +19,7 @@ SERVER: dict[str, Any] = {
     "method": "adakv-perturb",
     "budget": 96,
     "window": 20,  # no multiple of the block size, so that their borders are not the same
-    "allow_override": ["method", "budget"],
+    "allow_override": ["method", "budget", "context"],
 }
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
@@ -30,6 +30,10 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"kv_eviction": "snapkv", "kv_eviction_budget": 128},
     {"kv_eviction": "adakv", "kv_eviction_budget": 64},
     {"kv_eviction": "defensivekv"},
+    {"kv_eviction_context": 200},
+    {"kv_eviction_context": 250, "kv_eviction": "layer-keydiff-perturb"},
+    {"kv_eviction_context": 256, "kv_eviction": "ada-expected-attention"},
+    {"kv_eviction_context": 300, "kv_eviction": "layer-defensivekv", "kv_eviction_budget": 0.5},
 )
 
 GREEDY: dict[str, dict[str, Any]] = {
@@ -113,6 +117,8 @@ def draw(
 ) -> list[Request]:
     """Draws requests: every kind equally often, prompts at the borders, many with a prefix shared.
 
+    Contexts are of two texts only, so that several requests read the same one.
+
     Args:
         text: Token ids of a long text to cut prompts from.
         num_requests: How many.
@@ -130,8 +136,9 @@ def draw(
         length = random.choice(lengths)
         if kinds[kind]["max_tokens"] is None:
             length = MAX_MODEL_LEN - random.randint(1, 24)
-        start = random.choice(starts)
-        sampling = {"temperature": 0.0, **kinds[kind], "extra_args": random.choice(SETTINGS)}
+        settings = random.choice(SETTINGS)
+        start = random.choice(starts[:2] if "kv_eviction_context" in settings else starts)
+        sampling = {"temperature": 0.0, **kinds[kind], "extra_args": settings}
         if num_adapters:
             sampling[LORA_ADAPTER] = random.randint(0, num_adapters)
         distinct.append(Request(kind, tuple(text[start : start + length]), sampling))

@@ -8,15 +8,20 @@ which is exact for every floating-point type up to float64.
 from tests.oracle.allocation import adaptive_pages, largest_remainder, pyramid_blocks
 from tests.oracle.attention import attend, decode_attention, dot, softmax, window_attention
 from tests.oracle.page_table import Row, packed_places, page_row
-from tests.oracle.retain import LayerInputs, Retained, retain
+from tests.oracle.retain import QUERY_AGNOSTIC, LayerInputs, Retained, retain
 from tests.oracle.scores import (
     defensive_scores,
+    expected_attention,
+    expected_attention_scores,
     h2o_scores,
     keydiff_scores,
+    knorm_scores,
     pool,
+    probe_scores,
     random_scores,
     snapkv_scores,
     streaming_llm_order,
+    value_l2_norms,
     value_norms,
 )
 from tests.oracle.selection import (
@@ -29,6 +34,7 @@ from tests.oracle.selection import (
 from tests.oracle.types import Cube, Matrix, Vector
 
 __all__ = [
+    "QUERY_AGNOSTIC",
     "Cube",
     "LayerInputs",
     "Matrix",
@@ -41,13 +47,17 @@ __all__ = [
     "decode_attention",
     "defensive_scores",
     "dot",
+    "expected_attention",
+    "expected_attention_scores",
     "h2o_scores",
     "keydiff_scores",
+    "knorm_scores",
     "largest_remainder",
     "mass_stage",
     "packed_places",
     "page_row",
     "pool",
+    "probe_scores",
     "pyramid_blocks",
     "random_scores",
     "retain",
@@ -57,6 +67,7 @@ __all__ = [
     "snapkv_scores",
     "softmax",
     "streaming_llm_order",
+    "value_l2_norms",
     "value_norms",
     "window_attention",
 ]

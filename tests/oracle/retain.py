@@ -2,31 +2,46 @@
 
 from collections.abc import Sequence
 from itertools import chain
+from math import fsum, inf
 from typing import NamedTuple
 
 from tests.oracle.allocation import adaptive_pages, pyramid_blocks
 from tests.oracle.scores import (
     defensive_scores,
+    expected_attention,
+    expected_attention_scores,
     h2o_scores,
     keydiff_scores,
+    knorm_scores,
+    probe_scores,
     random_scores,
     snapkv_scores,
     streaming_llm_order,
+    value_l2_norms,
     value_norms,
 )
 from tests.oracle.selection import mass_stage, select, select_two_stages
 from tests.oracle.types import Cube, Matrix, Vector
 from vllm_kvselect.config import EvictionConfig
 
+QUERY_AGNOSTIC = ("knorm", "keydiff", "expected-attention", "probe", "kvzip")
+
 
 class LayerInputs(NamedTuple):
-    """Tensors of one layer; `query` is the window's, for H2O the whole prompt's."""
+    """Tensors of one layer; `query` is the window's, or, where it is needed, the whole prompt's.
+
+    `frequencies` are the angles by which positions rotate pairs of channels, if they do, and
+    `probe[feature][kv_head]` is the layer's probe, `replayed[kv_head][token]` what a replay paid.
+    """
 
     query: Cube
     key: Cube
     value: Cube
     output_projection: Sequence[Cube]
     sinks: Vector | None = None
+    frequencies: Vector = ()
+    probe: Matrix = ()
+    replayed: Matrix = ()
 
 
 class Retained(NamedTuple):
@@ -47,18 +62,20 @@ def retain(
     """The choice of a pool of layers; only the tokens that `value` covers compete."""
     even, num_layers = num_packed * block_size, len(layers)
     num_heads, num_tokens = len(layers[0].value), len(layers[0].value[0])
-    base = config.method.removesuffix("-perturb").removeprefix("layer-")
+    base = base_of(config.method)
     scores = [
         [row[:num_tokens] for row in stage_1_scores(base, layer, scale, config, first_layer + i)]
         for i, layer in enumerate(layers)
     ]
     products: list[Matrix] = []
+    one_stage = base == "defensivekv" or base in QUERY_AGNOSTIC
     if config.method.endswith("-perturb") or base in ("thetakv", "defensivekv"):
         for i, layer in enumerate(layers):
             weights = stage_2_scores(base, layer, scale, config, first_layer + i)
             weights = [row[:num_tokens] for row in weights]
             products.append(multiplied(base, scores[i], weights, layer, even, config))
-    ranking = products if base in ("thetakv", "defensivekv") else scores
+    by_products = base == "thetakv" or one_stage
+    ranking = products if products and by_products else scores
 
     if base == "pyramidkv":
         blocks = pyramid_blocks(num_packed, num_layers, num_tokens // block_size, config.beta)
@@ -72,9 +89,10 @@ def retain(
             )
     else:
         heads = list(chain.from_iterable(ranking))
-        if base in ("adakv", "thetakv"):
+        is_ada = base in QUERY_AGNOSTIC and config.method.startswith("ada-")
+        if base in ("adakv", "thetakv") or is_ada:
             pages = adaptive_pages(heads, num_packed, block_size, config.safeguard, config.floor)
-        elif base == "defensivekv":
+        elif base == "defensivekv" or config.method.startswith("layer-"):
             pages = adaptive_pages(heads, num_packed, block_size, safeguard=0.0)
         else:
             pages = [num_packed] * len(heads)
@@ -84,9 +102,15 @@ def retain(
     if not products:
         return Retained(select(flat_scores, budgets), pages)
     flat_products = list(chain.from_iterable(products))
-    if base == "defensivekv":
+    if one_stage:
         return Retained(select(flat_products, budgets), pages)
     return Retained(select_two_stages(flat_scores, flat_products, budgets, config.alpha), pages)
+
+
+def base_of(method: str) -> str:
+    """The method whose scores another form of it shares."""
+    base = method.removesuffix("-perturb").removeprefix("layer-")
+    return of_head if (of_head := base.removeprefix("ada-")) in QUERY_AGNOSTIC else base
 
 
 def stage_1_scores(
@@ -104,6 +128,20 @@ def stage_1_scores(
         return h2o_scores(query, key, scale, config.window, sinks)
     if base == "keydiff":
         return keydiff_scores(key, config.window)
+    if base == "knorm":
+        return knorm_scores(key, config.window)
+    if base == "expected-attention":
+        future = (config.num_sinks, config.future, layer.frequencies)
+        attention = expected_attention(query, key, scale, *future, sinks)
+        options = (config.window, config.num_sinks, config.expected_eps)
+        of_values = not config.method.endswith("-perturb")
+        return expected_attention_scores(attention, layer.value, *options, of_values)
+    if base == "probe":
+        of_tokens = (query, key, layer.value, layer.probe, layer.frequencies)
+        return probe_scores(*of_tokens, config.window, config.num_sinks)
+    if base == "kvzip":
+        paid = [row[:num_scored] for row in layer.replayed]
+        return [[inf if t < config.num_sinks else x for t, x in enumerate(row)] for row in paid]
     if base == "defensivekv":
         return snapkv_scores(query, key, scale, 1, sinks=sinks)
     options = (config.kernel_size, config.pooling, config.group_reduction)
@@ -131,7 +169,8 @@ def multiplied(
     config: EvictionConfig,
 ) -> Matrix:
     """Products with the norms; for DefensiveKV the entries of stage 1 lie above all products."""
-    norms = value_norms(layer.value, layer.output_projection)
+    norms_of = value_l2_norms if base in QUERY_AGNOSTIC else value_norms
+    norms = norms_of(layer.value, layer.output_projection)
     num_heads, num_tokens = len(norms), len(norms[0])
     products: list[list[float]] = []
     for head in range(num_heads):
@@ -139,7 +178,9 @@ def multiplied(
         products.append([])
         for token in range(num_tokens):
             weight, norm = weights[head][token], norms[head][token]
-            if base == "thetakv":
+            if base in QUERY_AGNOSTIC:
+                product = weight * norm / (fsum(chain(*norms)) / (num_heads * num_tokens))
+            elif base == "thetakv":
                 product = (weight + config.lam / num_tokens) / (1 + config.lam) * norm
             elif base != "defensivekv":
                 product = (weight + config.eps) * norm

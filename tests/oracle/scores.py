@@ -1,10 +1,12 @@
 """Scores, one paper after the other, and projected value norms."""
 
+from cmath import rect
 from collections.abc import Sequence
-from math import fsum, inf, sqrt
+from itertools import product
+from math import exp, fsum, inf, sqrt
 
 from tests.oracle.attention import dot, softmax, window_attention
-from tests.oracle.types import Cube, Vector
+from tests.oracle.types import Cube, Matrix, Vector
 
 
 def mean(values: Vector) -> float:
@@ -89,6 +91,118 @@ def keydiff_scores(key: Cube, window: int) -> list[list[float]]:
     return scores
 
 
+def knorm_scores(key: Cube, window: int) -> list[list[float]]:
+    """One over one plus the length of each key before the window: the shorter, the better."""
+    return [[1 / (1 + sqrt(dot(k, k))) for k in keys[: len(keys) - window]] for keys in key]
+
+
+def turned(vector: Vector, factors: Sequence[complex]) -> list[float]:
+    """A vector whose channel `i` is the real and `i + half` the imaginary part of a number.
+
+    Each number is multiplied by its factor; half of the channels are as many as the factors.
+    """
+    half = len(factors)
+    numbers = [complex(vector[i], vector[half + i]) * factors[i] for i in range(half)]
+    return [z.real for z in numbers] + [z.imag for z in numbers] + list(vector[2 * half :])
+
+
+def expected_attention(
+    query: Cube,
+    key: Cube,
+    scale: float,
+    num_sinks: int,
+    future: int,
+    frequencies: Vector = (),
+    sinks: Vector | None = None,
+) -> list[list[float]]:
+    """Attention that a normally distributed later query pays to each key, mean over the group.
+
+    `query[position][head]` is rotated by its position, as are the keys. The first `num_sinks`
+    queries and keys take no part, but there is always one query.
+    """
+    num_tokens, group = len(query), len(query[0]) // len(key)
+    first = min(num_sinks, num_tokens - 1)
+    later = range(num_tokens, num_tokens + future)
+    average = [
+        sum((rect(1, position * angle) for position in later), 0j) / future for angle in frequencies
+    ]
+    scores = []
+    for kv_head, keys in enumerate(key):
+        members = []
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            before = [
+                turned(query[t][head], [rect(1, -t * angle) for angle in frequencies])
+                for t in range(first, num_tokens)
+            ]
+            mu, sigma = mean_and_covariance(before)
+            mu, sigma = turned(mu, average), [turned(row, average) for row in sigma]
+            sigma = [turned(column, average) for column in zip(*sigma, strict=True)]
+            logits = []
+            for k in keys[num_sinks:]:
+                spread = dot(k, [dot(row, k) for row in sigma])
+                logits.append(scale * dot(mu, k) + scale**2 * spread / 2)
+            sink = -inf if sinks is None else sinks[head]
+            members.append(softmax(logits, sink) if logits else [])
+        scores.append([0.0] * min(num_sinks, num_tokens))
+        scores[-1] += [mean(column) for column in zip(*members, strict=True)]
+    return scores
+
+
+def expected_attention_scores(
+    attention: Matrix,
+    value: Cube,
+    window: int,
+    num_sinks: int,
+    eps: float,
+    times_length: bool = True,
+) -> list[list[float]]:
+    """That attention and eps, times the length of the value; the first tokens before all others."""
+    scores = []
+    for row, values in zip(attention, value, strict=True):
+        scored = min(len(row) - window, len(values))
+        lengths = [sqrt(dot(v, v)) if times_length else 1.0 for v in values[:scored]]
+        products = [(row[t] + eps) * lengths[t] for t in range(scored)]
+        scores.append([inf if t < num_sinks else products[t] for t in range(scored)])
+    return scores
+
+
+def probe_scores(
+    query: Cube,
+    key: Cube,
+    value: Cube,
+    probe: Matrix,
+    frequencies: Vector,
+    window: int,
+    num_sinks: int,
+) -> list[list[float]]:
+    """What a linear map says of each token; the first tokens before all others.
+
+    `query[position][head]`. A KV head's map reads the queries of its group and its key, turned back
+    by their position, its value, and 1: `probe[feature][kv_head]`. Of equal tokens the later one
+    is a little above the earlier one.
+    """
+    group = len(query[0]) // len(key)
+    scores = []
+    for kv_head, (keys, values) in enumerate(zip(key, value, strict=True)):
+        weights = [row[kv_head] for row in probe]
+        scores.append([])
+        for t in range(min(len(keys) - window, len(values))):
+            back = [rect(1, -t * angle) for angle in frequencies]
+            members = query[t][kv_head * group : (kv_head + 1) * group]
+            features = [x for vector in (*members, keys[t]) for x in turned(vector, back)]
+            logarithm = dot([*features, *values[t], 1.0], weights) + t / 2**18
+            scores[-1].append(inf if t < num_sinks else exp(logarithm))
+    return scores
+
+
+def mean_and_covariance(vectors: Matrix) -> tuple[list[float], list[list[float]]]:
+    """The latter divided by the number of vectors."""
+    columns = list(zip(*vectors, strict=True))
+    center = [mean(column) for column in columns]
+    apart = [[x - middle for x in column] for column, middle in zip(columns, center, strict=True)]
+    return center, [[dot(a, b) / len(vectors) for b in apart] for a in apart]
+
+
 def defensive_scores(
     query: Cube,
     key: Cube,
@@ -142,4 +256,21 @@ def value_norms(value: Cube, output_projection: Sequence[Cube]) -> list[list[flo
                 columns = [[row[member][c] for row in projection] for c in range(hidden_size)]
                 of_member.append(fsum(abs(dot(vector, column)) for column in columns))
             norms[-1].append(fsum(of_member) / group)
+    return norms
+
+
+def value_l2_norms(value: Cube, output_projection: Sequence[Cube]) -> list[list[float]]:
+    """Root of the mean over the query group of `sum_c (sum_d value[d] * W_O[d, member, c])^2`."""
+    norms: list[list[float]] = []
+    for head, vectors in enumerate(value):
+        projection = output_projection[head]
+        group, hidden_size = len(projection[0]), len(projection[0][0])
+        places = list(product(range(group), range(hidden_size)))
+        columns = [[row[member][c] for row in projection] for member, c in places]
+        norms.append(
+            [
+                sqrt(fsum(dot(vector, column) ** 2 for column in columns) / group)
+                for vector in vectors
+            ]
+        )
     return norms

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from vllm_kvselect.analysis.attention import OutputProjections, attention_replaced
 from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.analysis.rotations import LayerRotation, UnknownRotation, find_rotations
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Layer(NamedTuple):
         value: `[num_kv_heads, num_tokens, head_size]`.
         scale: Softmax scale.
         output_projection: W_O by KV head.
+        rotation: How positions were applied to queries and keys.
     """
 
     query: torch.Tensor
@@ -33,6 +35,7 @@ class Layer(NamedTuple):
     value: torch.Tensor
     scale: float
     output_projection: OutputProjection
+    rotation: LayerRotation = None
 
 
 class Continuation(NamedTuple):
@@ -81,10 +84,14 @@ def capture(model: "PreTrainedModel", token_ids: list[int]) -> list[Layer]:
             "transformers' attention registry, or their KV heads differ; the analysis needs a "
             "model whose layers all attend in the same way"
         )
-    return [
-        Layer(query, key, value, scale, projections.of(index, query, key.shape[0]))
-        for index, (query, key, value, scale) in sorted(read.items())
-    ]
+    rotations = find_rotations(model, token_ids)
+    unknown = UnknownRotation("the model takes no positions")
+    layers = []
+    for index, (query, key, value, scale) in sorted(read.items()):
+        projection = projections.of(index, query, key.shape[0])
+        rotation = rotations.get(index, unknown)
+        layers.append(Layer(query, key, value, scale, projection, rotation))
+    return layers
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from vllm_kvselect.analysis.errors import EvaluationError
-from vllm_kvselect.tiny_model import default_cache_dir
+from vllm_kvselect.cache_dir import default_cache_dir
 
 
 @dataclass(frozen=True)

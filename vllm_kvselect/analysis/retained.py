@@ -7,12 +7,14 @@ import torch
 
 from vllm_kvselect.analysis.capture import Layer
 from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.analysis.rotations import UnknownRotation
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.methods.choice import Retention, retain, retain_pool, score_layer
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.methods.registry import KNOWN_METHODS
 from vllm_kvselect.retention import Cut, cuts
 from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.rotation import Rotation
 from vllm_kvselect.selecting.ranking import Candidates
 from vllm_kvselect.selecting.selection import stage_1_mask
 
@@ -27,6 +29,10 @@ class Prompt(NamedTuple):
         what_if: `foresight` scores by the queries that follow the prompt instead of by the
             window's; `equal-norms` makes all value norms equal. See `AnalysisConfig`.
         kernels: What computes the parts of a choice.
+        probe: The model's calibrated probe, `[num_layers, num_features, num_kv_heads]`, for methods
+            that need it.
+        replayed: KVzip's scores of the prompt, `[num_layers, num_kv_heads, num_prompt_tokens]`, for
+            methods that need them.
     """
 
     layers: list[Layer]
@@ -34,6 +40,8 @@ class Prompt(NamedTuple):
     block_size: int
     what_if: str | None = None
     kernels: Kernels = REFERENCES
+    probe: torch.Tensor | None = None
+    replayed: torch.Tensor | None = None
 
 
 def retained_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
@@ -45,6 +53,9 @@ def retained_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
 
     Returns:
         `[num_layers, num_kv_heads, num_prompt_tokens]` bool. All of it if the budget covers it.
+
+    Raises:
+        EvaluationError: If the method needs the layers' rotations, and they are not known.
     """
     retained = tail_entries(prompt, config)
     cut = _cut(prompt, config)
@@ -70,7 +81,7 @@ def stage_1_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
     Raises:
         EvaluationError: If the method has no two stages.
     """
-    if not METHODS[config.method].two_stages:
+    if not KNOWN_METHODS[config.method].two_stages:
         raise EvaluationError(f"{config.method} does not select in two stages")
     entries = torch.zeros_like(tail_entries(prompt, config))
     cut = _cut(prompt, config)
@@ -109,7 +120,7 @@ def _cut(prompt: Prompt, config: EvictionConfig) -> Cut | None:
 def _choose(prompt: Prompt, cut: Cut, config: EvictionConfig) -> Iterator[tuple[slice, Retention]]:
     """The choice of each layer, or of all layers where they share a pool; which layers it is of."""
     scored = cut.tail_start * prompt.block_size
-    if METHODS[config.method].pooled:
+    if KNOWN_METHODS[config.method].pooled:
         everything = slice(0, len(prompt.layers))
         candidates = _score(prompt, everything, scored, config)
         pool = (cut.num_packed, prompt.block_size, config, prompt.kernels)
@@ -134,7 +145,7 @@ def _inputs(prompt: Prompt, index: int, scored: int, config: EvictionConfig) -> 
     """What the methods read of a layer."""
     layer = prompt.layers[index]
     query, key = layer.query[: prompt.num_tokens], layer.key[:, : prompt.num_tokens]
-    if not METHODS[config.method].whole_prompt:
+    if not KNOWN_METHODS[config.method].whole_prompt:
         if prompt.what_if == "foresight":
             query, key = layer.query[prompt.num_tokens :], layer.key
         else:
@@ -142,4 +153,23 @@ def _inputs(prompt: Prompt, index: int, scored: int, config: EvictionConfig) -> 
     value = layer.value[:, :scored]
     if prompt.what_if == "equal-norms":
         value = torch.ones_like(value)
-    return ScoringInputs(query, key, value, layer.scale, layer.output_projection, layer_index=index)
+    return ScoringInputs(
+        query,
+        key,
+        value,
+        layer.scale,
+        layer.output_projection,
+        layer_index=index,
+        rotation=_rotation(layer, config) if KNOWN_METHODS[config.method].rotation else None,
+        probe=None if prompt.probe is None else prompt.probe[index].to(key.device),
+        replayed=None if prompt.replayed is None else prompt.replayed[index],
+    )
+
+
+def _rotation(layer: Layer, config: EvictionConfig) -> Rotation | None:
+    if isinstance(layer.rotation, UnknownRotation):
+        raise EvaluationError(
+            f"{config.method} needs queries as they were before their positions, and of this model "
+            f"they are not known: {layer.rotation.reason}; leave this method out"
+        )
+    return layer.rotation

@@ -4,9 +4,9 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.analysis.parsing import parsed, refuse_context
 from vllm_kvselect.analysis.tasks import SCENARIOS, Scenario
 from vllm_kvselect.config import EvictionConfig
 
@@ -98,14 +98,8 @@ class AnalysisConfig(BaseModel):
             EvaluationError: If a value is not accepted.
             ConfigError: If a method, a budget or one of `eviction` is not accepted.
         """
-        try:
-            config = cls.model_validate(values)
-        except ValidationError as error:
-            problems = (
-                f"{'.'.join(map(str, each['loc']))} = {each['input']!r}: {each['msg']}"
-                for each in error.errors()
-            )
-            raise EvaluationError("; ".join(problems)) from None
+        config = parsed(cls, values)
+        refuse_context(config.eviction)
         own = DEFAULTS[config.analysis]
         config = config.model_copy(
             update={

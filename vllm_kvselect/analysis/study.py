@@ -18,7 +18,9 @@ from vllm_kvselect.analysis.perturbation import (
     head_outputs,
     retained_attention,
 )
+from vllm_kvselect.analysis.probes import probe_for
 from vllm_kvselect.analysis.remembered import remembering
+from vllm_kvselect.analysis.replayed import replayed
 from vllm_kvselect.analysis.retained import Prompt
 from vllm_kvselect.analysis.settings import AnalysisConfig
 from vllm_kvselect.analysis.tasks import TASKS, Case, Scenario
@@ -114,6 +116,7 @@ class Study:
         self.config = config
         self.model = load_model(config.model, config.dtype)
         self.tokenizer = load_tokenizer(config.model)
+        self._probe = probe_for(config.model, config.evictions())
 
     @property
     def num_kv_heads(self) -> int:
@@ -154,8 +157,14 @@ class Study:
         """The model runs once per text: the scenarios cut the same tokens at different places."""
         layers = capture(self.model, case.prompt + case.answer)
         for scenario in self.config.scenarios:
-            num_tokens = len(case.compressed(scenario))
+            compressed = case.compressed(scenario)
             prompt = Prompt(
-                layers, num_tokens, self.config.block_size, self.config.what_if, remembering()
+                layers,
+                len(compressed),
+                self.config.block_size,
+                self.config.what_if,
+                remembering(),
+                self._probe,
+                replayed(self.model, self.tokenizer, layers, compressed, self.config.evictions()),
             )
             yield Sample(self.model, case, scenario, prompt)

@@ -115,6 +115,9 @@ def hook_cache_hits() -> None:
         blocks, num_tokens, boundary = get_computed_blocks(self, request, *args, **kwargs)
         managers = self.coordinator.single_type_managers
         caps = [manager.admit(request) for manager in managers if hasattr(manager, "admit")]
+        if caps and (context := _compressed_context(self, request)):
+            (manager,) = managers
+            return self.create_kv_cache_blocks((context,)), len(context) * manager.block_size, 0
         if num_tokens > (cap := min(caps, default=num_tokens)):
             # Looked up again, not cut: a sliding window needs other blocks at another end.
             found, num_tokens, _ = self.coordinator.find_longest_cache_hit(
@@ -124,6 +127,15 @@ def hook_cache_hits() -> None:
         return blocks, num_tokens, boundary
 
     KVCacheManager.get_computed_blocks = get_computed_blocks_hook
+
+
+def _compressed_context(kv: KVCacheManager, request: Any) -> list[Any]:
+    """The first blocks of a request whose marked context was compressed before; else none."""
+    from vllm_kvselect.engine.scheduler import block_manager
+
+    if not block_manager.shares_contexts(kv, request):
+        return []
+    return block_manager.headwise_manager(kv).find_context(request)
 
 
 def hook_requests() -> None:
@@ -159,7 +171,7 @@ def hook_requests() -> None:
     ) -> Any:
         from vllm_kvselect.engine.frontend import requests
 
-        await requests.check_projections(self, prompt, params)
+        await requests.check_needs(self, prompt, params)
         return await add_request_async(self, request_id, prompt, params, *args, **kwargs)
 
     AsyncLLM.generate = generate_hook

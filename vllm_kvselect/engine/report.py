@@ -1,16 +1,19 @@
-"""What a worker says of a step, on its way to the front end.
+"""What workers and scheduler say of a step, on its way to the front end.
 
 It travels where vLLM carries telemetry of KV connectors, from `ModelRunnerOutput` to
 `SchedulerStats`: connectors are refused with eviction, so nothing else uses it.
 """
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_kvselect.config import CONFIG_KEY
+
+_CONTEXTS = f"{CONFIG_KEY}_contexts"
 
 
 @dataclass
@@ -19,12 +22,14 @@ class StepReport:
 
     Attributes:
         prompts: `[prompt length in tokens, blocks freed]` of each prompt packed for the first time.
+        contexts: `[tokens found, blocks dropped]` of each request that found its context.
         selection_seconds: Time spent scoring, selecting and packing, in all layers, since the last
             report; also for prompts that ended before they were packed.
         num_saved_blocks: Blocks that live requests would hold as well, had nothing been dropped.
     """
 
     prompts: list[list[int]]
+    contexts: list[list[int]]
     selection_seconds: float
     num_saved_blocks: int
 
@@ -34,12 +39,39 @@ class StepReport:
 
     @classmethod
     def take(cls, stats: SchedulerStats) -> "StepReport | None":
-        """Takes the report out of a step's statistics.
+        """Takes the report out of a step's statistics."""
+        found = _take(stats, CONFIG_KEY)
+        return None if found is None else cls(**found)
 
-        vLLM's own loggers would take what they find there for a connector's.
-        """
-        found = stats.kv_connector_stats
-        if not found or CONFIG_KEY not in found:
-            return None
-        stats.kv_connector_stats = None
-        return cls(**found[CONFIG_KEY])
+
+@dataclass
+class ContextReport:
+    """What the scheduler says of compressed contexts.
+
+    Attributes:
+        num_contexts: Contexts that a request would find.
+        num_blocks: Blocks that they take.
+    """
+
+    num_contexts: int
+    num_blocks: int
+
+    def add_to(self, stats: SchedulerStats) -> None:
+        """Sends the report along with a step's statistics."""
+        stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), _CONTEXTS: asdict(self)}
+
+    @classmethod
+    def take(cls, stats: SchedulerStats) -> "ContextReport | None":
+        """Takes the report out of a step's statistics."""
+        found = _take(stats, _CONTEXTS)
+        return None if found is None else cls(**found)
+
+
+def _take(stats: SchedulerStats, key: str) -> dict[str, Any] | None:
+    """Takes something out; vLLM's own loggers would take it for a connector's."""
+    found = stats.kv_connector_stats
+    if not found or key not in found:
+        return None
+    stats.kv_connector_stats = {name: part for name, part in found.items() if name != key} or None
+    part: dict[str, Any] = found[key]
+    return part

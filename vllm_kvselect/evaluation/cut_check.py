@@ -70,13 +70,14 @@ class CutCheck:
             eviction: The settings that the request asked for.
         """
         self._num_answered += 1
+        # Of a context that another request compressed, the same is gone, and counted apart.
         num_freed = cuts(num_prompt_tokens, self.block_size, eviction).num_freed(num_prompt_tokens)
         if not num_freed:
             return
         due = Dropped(1, num_freed)
         self._most += due
         # A request that ends with its first token may be over before it is packed.
-        if num_tokens > 1:
+        if num_tokens > 1 or eviction.context is not None:
             self._least += due
 
     def check(self) -> None:
@@ -113,8 +114,12 @@ class CutCheck:
         )
 
     def _dropped(self, now: Snapshot) -> Dropped:
-        before = self._before
-        return Dropped(now.num_evicted - before.num_evicted, now.num_freed - before.num_freed)
+        before, after = (
+            Dropped(each.num_evicted, each.num_freed)
+            + Dropped(each.num_context_hits, each.num_context_blocks)
+            for each in (self._before, now)
+        )
+        return Dropped(after.prompts - before.prompts, after.blocks - before.blocks)
 
     def _fetch(self) -> Snapshot:
         try:

@@ -71,7 +71,8 @@ def full_cache(config: EvaluationConfig) -> EvictionConfig:
 def request_settings(eviction: EvictionConfig) -> dict[str, Any]:
     """What a request sends as `vllm_xargs`."""
     keys = REQUEST_KEYS if eviction.enabled else ("kv_eviction",)
-    return {key: getattr(eviction, REQUEST_KEYS[key]) for key in keys}
+    values = {key: getattr(eviction, REQUEST_KEYS[key]) for key in keys}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def reason_of(response: httpx.Response) -> str:

@@ -1,7 +1,9 @@
 """Examples: a text, a question about it, and what counts as a right answer."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.analysis.tasks import Scenario
 
 TokenIds = tuple[int, ...]
@@ -48,3 +50,17 @@ class Example:
     def compressed(self, scenario: Scenario) -> TokenIds:
         """The part of the prompt that eviction sees in a scenario."""
         return self.prompt if scenario == "regular" else self.context
+
+
+def refuse_without_questions(examples: Iterable[Example]) -> None:
+    """Refuses examples that cannot be asked context-only.
+
+    Raises:
+        EvaluationError: If one does not tell its text and its question apart.
+    """
+    for example in examples:
+        if not example.context or not example.question:
+            raise EvaluationError(
+                f"{example.task} does not tell text and question apart, which --scenarios "
+                "context-only needs; measure it with --scenarios regular"
+            )

@@ -16,13 +16,14 @@ from rich.progress import Progress
 
 from vllm_kvselect.analysis.answers import forced
 from vllm_kvselect.analysis.capture import Layer, capture, continue_prompt
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.analysis.models import load_model, load_tokenizer
+from vllm_kvselect.analysis.probes import probe_for
 from vllm_kvselect.analysis.remembered import remembering
+from vllm_kvselect.analysis.replayed import replayed
 from vllm_kvselect.analysis.retained import Prompt, retained_entries
 from vllm_kvselect.analysis.tasks import Scenario
 from vllm_kvselect.evaluation.continuations import Continuations
-from vllm_kvselect.evaluation.examples import Example
+from vllm_kvselect.evaluation.examples import Example, refuse_without_questions
 from vllm_kvselect.evaluation.metrics import METRICS, NEVER_FALL
 from vllm_kvselect.evaluation.predictions import Prediction, Setting
 from vllm_kvselect.evaluation.settings import EvaluationConfig
@@ -51,9 +52,11 @@ def answer(
     Raises:
         EvaluationError: If the model cannot be loaded or does not attend plainly, or if the text
             of an example is not known apart from its question, which context-only needs.
+        ConfigError: If a method needs a probe of the model, and there is none.
     """
     model = load_model(config.model, config.dtype or dtype_name(fast_dtype()))
-    runner = _Runner(config, model, load_tokenizer(config.model))
+    probe = probe_for(config.model, config.evictions())
+    runner = _Runner(config, model, load_tokenizer(config.model), probe)
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("examples", total=len(examples) * len(config.scenarios))
         for _, group in groupby(examples, key=lambda example: example.context):
@@ -68,16 +71,25 @@ class _Compressed:
 
     Attributes:
         layers: Captured from the prompt, or from more that begins with it.
-        retained: `[num_settings, num_layers, num_kv_heads, num_tokens]` bool.
+        retained: `[num_settings, num_layers, num_kv_heads, position]` bool. What follows the
+            position reads these entries alone.
+        num_tokens: Length of the prompt or the text, of which `retained` is a share.
     """
 
     layers: list[Layer]
     retained: torch.Tensor
+    num_tokens: int
 
     @cached_property
     def shares(self) -> list[float]:
         """Share of the entries that each setting retains."""
-        return [each.double().mean().item() for each in self.retained]
+        compressed = self.position / self.num_tokens
+        return [1 - (1 - each.double().mean().item()) * compressed for each in self.retained]
+
+    @property
+    def position(self) -> int:
+        """Tokens whose entries were chosen from."""
+        return self.retained.shape[-1]
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,7 @@ class _Runner:
     config: EvaluationConfig
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
+    probe: torch.Tensor | None
 
     def answer_group(
         self, examples: list[Example], done: Container[tuple[str, Setting]]
@@ -104,19 +117,41 @@ class _Runner:
                 if not layers and (text is None or scenario == "regular"):
                     layers = capture(self.model, list(example.prompt))
                 if scenario == "regular":
-                    compressed = self._compress(layers, len(example.prompt))
+                    compressed = self._compress(layers, example.prompt, len(example.prompt))
                 else:
-                    text = compressed = text or self._compress(layers, _text_length(example))
+                    refuse_without_questions([example])
+                    text = compressed = text or self._compress_text(layers, example.context)
                 yield self._answer(example, scenario, compressed, rows)
 
-    def _compress(self, layers: list[Layer], num_tokens: int) -> _Compressed:
-        """Lets every setting choose; the first one is the full cache."""
-        prompt = Prompt(layers, num_tokens, self.config.block_size, kernels=remembering())
-        everything = torch.ones(
-            len(layers), layers[0].key.shape[0], num_tokens, dtype=torch.bool
-        ).to(layers[0].key.device)
-        chosen = [retained_entries(prompt, each) for each in self.config.evictions()]
-        return _Compressed(layers, torch.stack([everything, *chosen]))
+    def _compress_text(self, layers: list[Layer], tokens: Sequence[int]) -> _Compressed:
+        """Compresses a text as the engine does a context: up to its last block border.
+
+        The rest of it reads what is retained, as the question does.
+        """
+        return self._compress(layers, tokens, len(tokens) - len(tokens) % self.config.block_size)
+
+    def _compress(self, layers: list[Layer], tokens: Sequence[int], position: int) -> _Compressed:
+        """Lets every setting choose; the first one is the full cache.
+
+        Args:
+            layers: Captured from the tokens, or from more.
+            tokens: Token ids.
+            position: How many of them are compressed.
+        """
+        evictions = self.config.evictions()
+        prompt = Prompt(
+            layers,
+            position,
+            self.config.block_size,
+            kernels=remembering(),
+            probe=self.probe,
+            replayed=replayed(self.model, self.tokenizer, layers, tokens[:position], evictions),
+        )
+        everything = torch.ones(len(layers), layers[0].key.shape[0], position, dtype=torch.bool).to(
+            layers[0].key.device
+        )
+        chosen = [retained_entries(prompt, each) for each in evictions]
+        return _Compressed(layers, torch.stack([everything, *chosen]), len(tokens))
 
     def _answer(
         self, example: Example, scenario: Scenario, compressed: _Compressed, rows: list[int]
@@ -125,9 +160,7 @@ class _Runner:
         settings = self.config.settings(scenario)
         for start in range(0, len(rows), ROWS_AT_ONCE):
             some = rows[start : start + ROWS_AT_ONCE]
-            answers = self._continue(
-                example, scenario, compressed.layers, compressed.retained[some]
-            )
+            answers = self._continue(example, compressed, compressed.retained[some])
             for row, (token_ids, nll, accuracy) in zip(some, answers, strict=True):
                 setting = settings[row]
                 predictions.append(
@@ -147,11 +180,12 @@ class _Runner:
         return predictions
 
     def _continue(
-        self, example: Example, scenario: Scenario, layers: list[Layer], retained: torch.Tensor
+        self, example: Example, compressed: _Compressed, retained: torch.Tensor
     ) -> list[tuple[list[int], float | None, float | None]]:
         """Generated tokens, and negative log-likelihood and accuracy of the target, by row."""
+        layers = compressed.layers
         continued = Continuations(self.model, layers, retained)
-        following = example.question if scenario == "context-only" else ()
+        following = example.prompt[compressed.position :]
         forced_ids = torch.tensor([following + example.target], device=retained.device)
         measures: list[tuple[float | None, float | None]] = [(None, None)] * len(retained)
         first = None if following else self._first_token(layers, example).expand(len(retained))
@@ -217,12 +251,3 @@ class _Runner:
         for stop in example.stop:
             text = text.split(stop)[0]
         return text
-
-
-def _text_length(example: Example) -> int:
-    if not example.context or not example.question:
-        raise EvaluationError(
-            f"{example.task} does not tell text and question apart, which --scenarios context-only "
-            "needs; measure it with --scenarios regular"
-        )
-    return len(example.context)

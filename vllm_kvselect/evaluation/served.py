@@ -23,7 +23,7 @@ from vllm_kvselect.evaluation.endpoint import (
     reason_of,
     request_settings,
 )
-from vllm_kvselect.evaluation.examples import Example
+from vllm_kvselect.evaluation.examples import Example, refuse_without_questions
 from vllm_kvselect.evaluation.predictions import Prediction, Setting
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.retention import cuts
@@ -50,9 +50,13 @@ def answer(
         EvaluationError: If the server cannot be started or used, refuses something, or did not drop
             what it was asked to.
     """
-    asked = list(
-        zip(config.settings("regular"), [full_cache(config), *config.evictions()], strict=True)
-    )
+    asked = [
+        (setting, eviction)
+        for scenario in config.scenarios
+        for setting, eviction in zip(
+            config.settings(scenario), [full_cache(config), *config.evictions()], strict=True
+        )
+    ]
     missing = {
         example: [each for each in asked if (example.name, each[0]) not in done]
         for example in examples
@@ -61,6 +65,8 @@ def answer(
     if not pending:
         return
     _refuse_single_tokens(pending)
+    if "context-only" in config.scenarios:
+        refuse_without_questions(pending)
     with (
         endpoint(config, _needs(config, pending)) as served,
         Progress(console=Console(stderr=True)) as progress,
@@ -76,9 +82,10 @@ def answer(
 
 
 def retained_share(num_prompt_tokens: int, block_size: int, eviction: EvictionConfig) -> float:
-    """Entries retained of a prompt over all of its entries."""
+    """Entries retained of a prompt, or of its context, over all of its entries."""
     num_freed = cuts(num_prompt_tokens, block_size, eviction).num_freed(num_prompt_tokens)
-    return 1.0 - num_freed * block_size / num_prompt_tokens
+    context = eviction.context if isinstance(eviction.context, int) else num_prompt_tokens
+    return 1.0 - num_freed * block_size / context
 
 
 def _refuse_single_tokens(examples: Sequence[Example]) -> None:
@@ -95,8 +102,8 @@ def _needs(config: EvaluationConfig, examples: Sequence[Example]) -> Needs:
     longest = max(examples, key=lambda example: len(example.prompt) + example.max_tokens)
     num_tokens = len(longest.prompt)
     shares = [retained_share(num_tokens, config.block_size, each) for each in config.evictions()]
-    answers = (len(shares) + 1) * (longest.max_tokens + config.block_size)
-    held = int(num_tokens * (1.0 + sum(shares))) + answers
+    answers = len(config.scenarios) * (len(shares) + 1) * (longest.max_tokens + config.block_size)
+    held = int(num_tokens * (1.0 + len(config.scenarios) * sum(shares))) + answers
     return Needs(num_tokens + longest.max_tokens, PROMPTS_AT_ONCE * held)
 
 
@@ -127,6 +134,8 @@ class _Runner:
     async def _ask(
         self, example: Example, setting: Setting, eviction: EvictionConfig
     ) -> Prediction:
+        if setting.scenario == "context-only":
+            eviction = eviction.model_copy(update={"context": len(example.context)})
         body = {
             "model": self.served.model,
             "prompt": example.prompt,

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.analysis.parsing import parsed, refuse_context
 from vllm_kvselect.analysis.tasks import Scenario
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.evaluation.predictions import Setting
@@ -34,7 +35,7 @@ class EvaluationConfig(BaseModel):
         methods: Methods besides the full cache, which is always measured.
         budgets: As in `EvictionConfig`.
         through: Who answers: `engine`, vLLM over HTTP, or `model`, transformers with the entries
-            that the methods retain. Context-only needs `model`.
+            that the methods retain.
         url: A running server; empty to start one.
         block_size: Tokens per block, off the engine. 32 is the engine's.
         dtype: Of weights and activations; empty for the machine's fast one.
@@ -77,18 +78,12 @@ class EvaluationConfig(BaseModel):
             EvaluationError: If a value is not accepted, or if values do not go together.
             ConfigError: If a method, a budget or one of `eviction` is not accepted.
         """
-        try:
-            config = cls.model_validate(values)
-        except ValidationError as error:
-            problems = (
-                f"{'.'.join(map(str, each['loc']))} = {each['input']!r}: {each['msg']}"
-                for each in error.errors()
-            )
-            raise EvaluationError("; ".join(problems)) from None
-        if config.through == "engine" and config.scenarios != ("regular",):
+        config = parsed(cls, values)
+        refuse_context(config.eviction)
+        if config.suite == "harness" and config.scenarios != ("regular",):
             raise EvaluationError(
-                "the engine compresses whole prompts, so context-only is measured off the engine: "
-                "add --through model"
+                "lm-evaluation-harness does not tell texts and questions apart; leave --scenarios "
+                "out, or take another suite"
             )
         if config.suite == "harness" and config.through == "model":
             raise EvaluationError(

@@ -13,8 +13,9 @@ import torch
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.paging import compaction, page_table
 from vllm_kvselect.paging.page_table import PageTable
-from vllm_kvselect.scoring import snapkv, value_norms
-from vllm_kvselect.scoring.inputs import Scorer
+from vllm_kvselect.scoring import defensivekv, probe, snapkv, value_norms
+from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
+from vllm_kvselect.scoring.observer import Function
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting import allocation, pruning, selection
 
@@ -46,6 +47,9 @@ class Kernels:
 
     Attributes:
         snapkv_scores: Scores of the observation window.
+        mean_attention: The same without pooling.
+        defensive_scores: The worst case of the window's attention.
+        imitated_scores: What a probe says of a chunk's tokens.
         projected_value_norms: Norms of all entries.
         uniform_pages: The same number of pages for every head.
         adaptive_pages: Pages by the heads' best entries, with a safeguard.
@@ -62,6 +66,9 @@ class Kernels:
     """
 
     snapkv_scores: Scorer = snapkv.snapkv_scores
+    mean_attention: Scorer = defensivekv.mean_attention
+    defensive_scores: Scorer = defensivekv.defensive_scores
+    imitated_scores: Callable[[ScoringInputs, int], torch.Tensor] = probe.imitated_scores
     projected_value_norms: Callable[[torch.Tensor, OutputProjection], torch.Tensor] = (
         value_norms.projected_value_norms
     )
@@ -102,10 +109,14 @@ class Kernels:
     )
     headwise_page_table: PageTableBuilder = page_table.headwise_page_table
 
+    def twin(self, reference: Function) -> Function:
+        """The field with a function's name, or the function itself where there is none."""
+        found: Function = getattr(self, reference.__name__, reference)
+        return found
+
     def scorer(self, reference: Scorer) -> Scorer:
-        """The twin of a scorer, or the scorer itself where a device has none."""
-        twin: Scorer = getattr(self, reference.__name__, reference)
-        return twin
+        """The twin of a scorer."""
+        return self.twin(reference)
 
 
 REFERENCES = Kernels()

@@ -21,7 +21,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.kernels.build import load_library
 from vllm_kvselect.kernels.tiers import STORED, multiplied_dtype
-from vllm_kvselect.scoring import snapkv
+from vllm_kvselect.scoring import defensivekv, probe, snapkv
 from vllm_kvselect.scoring import value_norms as references
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
@@ -57,12 +57,40 @@ def pack(projection: OutputProjection) -> OutputProjection:
 def snapkv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `snapkv.snapkv_scores`, for means over the group and maxima in the pooling."""
     as_usual = config.group_reduction == "mean" and config.pooling == "max"
-    query, key = inputs.query, inputs.key
-    if key.dtype not in STORED or key.shape[2] % 2 or not as_usual:
+    if not as_usual or not _takes(inputs.key):
         return snapkv.snapkv_scores(inputs, config)
-    sinks = None if inputs.sinks is None else inputs.sinks.float()
-    options = (inputs.scale, config.kernel_size, sinks, multiplied_dtype(key.dtype))
-    return _call("snapkv_scores", _rows(query), _rows(key), *options)
+    return _window_attention(inputs, config.kernel_size, largest=False)
+
+
+def mean_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
+    """Twin of `defensivekv.mean_attention`."""
+    if not _takes(inputs.key):
+        return defensivekv.mean_attention(inputs, config)
+    return _window_attention(inputs, 1, largest=False)
+
+
+def defensive_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
+    """Twin of `defensivekv.defensive_scores`, for maxima in the pooling."""
+    if config.pooling != "max" or not _takes(inputs.key):
+        return defensivekv.defensive_scores(inputs, config)
+    worst = _window_attention(inputs, config.kernel_size, largest=True)
+    return torch.maximum(worst, worst.mean(dim=-1, keepdim=True))
+
+
+def imitated_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
+    """Twin of `probe.imitated_scores`, for rotations whose pairs are not neighbours (NeoX)."""
+    rotation, key = inputs.rotation, inputs.key
+    if key.dtype not in STORED or (rotation is not None and rotation.interleaved):
+        return probe.imitated_scores(inputs, first_position)
+    assert inputs.probe is not None
+    tables = [key.new_empty(key.shape[1], 0, dtype=torch.float32)] * 2
+    if rotation is not None:
+        tables = [_rows(table.float()) for table in rotation.rows(first_position, key.shape[1])]
+    weights = inputs.probe.T.float().contiguous()
+    given = (inputs.query, key, inputs.value)
+    return _call(
+        "probe_scores", *map(_rows, given), weights, *tables, first_position, probe.PER_TOKEN
+    )
 
 
 def projected_value_norms(value: torch.Tensor, projection: OutputProjection) -> torch.Tensor:
@@ -153,6 +181,19 @@ def read_entries(
     return _call("read_entries", cache, slots, places, block_size)
 
 
+def _takes(key: torch.Tensor) -> bool:
+    """Whether the kernel of the window's attention takes such keys."""
+    return key.dtype in STORED and key.shape[2] % 2 == 0
+
+
+def _window_attention(inputs: ScoringInputs, kernel_size: int, largest: bool) -> torch.Tensor:
+    """The mean or the maximum over the window's rows, max-pooled."""
+    sinks = None if inputs.sinks is None else inputs.sinks.float()
+    multiplied = multiplied_dtype(inputs.key.dtype)
+    options = (inputs.scale, kernel_size, sinks, multiplied, largest)
+    return _call("window_attention", _rows(inputs.query), _rows(inputs.key), *options)
+
+
 def _call(operator: str, *arguments: object) -> torch.Tensor:
     result: torch.Tensor = getattr(torch.ops.vllm_kvselect, operator)(*arguments)
     return result
@@ -165,6 +206,9 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 KERNELS = Kernels(
     snapkv_scores=snapkv_scores,
+    mean_attention=mean_attention,
+    defensive_scores=defensive_scores,
+    imitated_scores=imitated_scores,
     projected_value_norms=projected_value_norms,
     select_pruned=select_pruned,
     adaptive_pages=adaptive_pages,

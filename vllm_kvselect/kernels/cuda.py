@@ -13,13 +13,16 @@ from vllm_kvselect.kernels.triton.compaction import (
     scatter_entries,
 )
 from vllm_kvselect.kernels.triton.page_table import headwise_page_table
+from vllm_kvselect.kernels.triton.probe import imitated_scores
 from vllm_kvselect.kernels.triton.pruning import select_pruned
 from vllm_kvselect.kernels.triton.selection import select, stage_1_mask
 from vllm_kvselect.kernels.triton.value_norms import projected_value_norms
-from vllm_kvselect.kernels.triton.window_attention import snapkv_scores
+from vllm_kvselect.kernels.triton.window_attention import mean_attention, snapkv_scores
 
 KERNELS = Kernels(
     snapkv_scores=snapkv_scores,
+    mean_attention=mean_attention,
+    imitated_scores=imitated_scores,
     projected_value_norms=projected_value_norms,
     select_pruned=select_pruned,
     adaptive_pages=adaptive_pages,

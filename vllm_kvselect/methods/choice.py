@@ -7,10 +7,10 @@ import torch
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.base import REFERENCES, Allocator, Kernels
-from vllm_kvselect.methods.registry import METHODS, Method, scorer_named
+from vllm_kvselect.methods.registry import KNOWN_METHODS, Method, scorer_named
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.observer import Observer
-from vllm_kvselect.scoring.value_norms import OutputProjection
+from vllm_kvselect.scoring.value_norms import OutputProjection, projected_value_l2_norms
 from vllm_kvselect.selecting.allocation import pyramid_blocks
 from vllm_kvselect.selecting.ranking import RANKINGS, Candidates
 from vllm_kvselect.selecting.selection import stage_2_keys
@@ -59,7 +59,7 @@ def retain(
 
 def needs_values(candidates: Candidates, config: EvictionConfig) -> bool:
     """Whether the second half of the choice still has to compute norms, and so needs values."""
-    return METHODS[config.method].two_stages and candidates.norms is None
+    return KNOWN_METHODS[config.method].two_stages and candidates.norms is None
 
 
 def retain_layer(
@@ -122,7 +122,7 @@ def score_layer(
         The layer's competing entries, `[num_kv_heads, num_tokens]` each. Norms are left out where
         they can be pruned once the budgets are known.
     """
-    method, num_tokens = METHODS[config.method], inputs.value.shape[1]
+    method, num_tokens = KNOWN_METHODS[config.method], inputs.value.shape[1]
 
     def scores_by(name: str, parameters: EvictionConfig) -> torch.Tensor:
         scorer = kernels.scorer(scorer_named(name))
@@ -137,8 +137,9 @@ def score_layer(
         weights = scores_by(method.weigher or method.scorer, stage_2)
     if method.perturbation and (method.pooled or method.ranking != "score"):
         assert inputs.output_projection is not None
-        norms = kernels.projected_value_norms(inputs.value, inputs.output_projection)
-        norms = norms.to(scores.dtype)
+        quick = method.ranking == "product"
+        norms_of = projected_value_l2_norms if quick else kernels.projected_value_norms
+        norms = norms_of(inputs.value, inputs.output_projection).to(scores.dtype)
     return Candidates(scores, weights, norms)
 
 
@@ -164,7 +165,7 @@ def retain_pool(
         `num_layers * num_packed * num_kv_heads * block_size` retained entries, and offsets
         `[num_layers * num_kv_heads + 1]` that run through the layers in order.
     """
-    assert METHODS[config.method].pooled
+    assert KNOWN_METHODS[config.method].pooled
     return _choose(candidates, num_packed, block_size, config, kernels, None)
 
 
@@ -187,7 +188,7 @@ def _choose(
         without_norms: `(budgets, num_retained)` -> retained entries, where `candidates` lacks the
             norms that the method needs.
     """
-    method = METHODS[config.method]
+    method = KNOWN_METHODS[config.method]
     ranking = RANKINGS[method.ranking](candidates, num_packed * block_size, config)
     pages = _allocate(method, ranking, num_packed, block_size, config, kernels)
     budgets = pages * block_size

@@ -1,4 +1,6 @@
-"""METHODS: every method by name, as plain data: which parts it is made of.
+"""METHODS: every method that is served, by name, as plain data: which parts it is made of.
+
+KNOWN_METHODS has those besides that are measured off the engine only.
 
 Parts are named, not imported, so that the configuration knows the methods without loading PyTorch.
 """
@@ -15,7 +17,10 @@ if TYPE_CHECKING:
 AllocatorName = Literal["uniform_pages", "adaptive_pages", "shared_pages"]
 """Functions of `allocation.py`, fields of `Kernels`."""
 
-RankingName = Literal["score", "bound", "defence"]
+Need = Literal["output projection", "rotation", "probe"]
+"""What a method may need of a layer besides its queries, keys and values."""
+
+RankingName = Literal["score", "product", "bound", "defence"]
 """Keys of `ranking.RANKINGS`."""
 
 
@@ -34,6 +39,10 @@ class Method:
         weigher: Scores that stage 2 multiplies by norms, named as `scorer`; None for those of it.
         observer: What is remembered of a prompt until it is scored: a class in `scoring/`.
         perturbation: Whether projected value norms, and so the output projection, are needed.
+        rotation: Whether queries are needed as they were before their positions, and so the model's
+            rotary embedding.
+        probe: Whether a calibrated probe of the model is needed.
+        replay: Whether the prompt is replayed, which no server does.
         two_stages: Whether selection has a second stage, once the budgets are known.
         pooled: Whether the layers of a request share its packed pages.
         pyramid: Whether each layer of a pooled method gets a fixed part of them (PyramidKV); else
@@ -50,9 +59,22 @@ class Method:
     weigher: str | None = None
     observer: str = "observer:WindowQueries"
     perturbation: bool = False
+    rotation: bool = False
+    probe: bool = False
+    replay: bool = False
     two_stages: bool = False
     pooled: bool = False
     pyramid: bool = False
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What every layer must be bound to; models may not let it be found."""
+        flags: dict[Need, bool] = {
+            "output projection": self.perturbation,
+            "rotation": self.rotation,
+            "probe": self.probe,
+        }
+        return frozenset(need for need, is_needed in flags.items() if is_needed)
 
     @property
     def observer_class(self) -> "type[Observer]":
@@ -90,6 +112,45 @@ def _perturbed(method: Method, name: str) -> Method:
         if method.pooled
         else f"{method.cost}; norms of the entries that may matter",
     )
+
+
+def _in_all_forms(name: str, method: Method, weights: str | None = None) -> dict[str, Method]:
+    """A query-agnostic method in six forms: three scopes of the budget, each also with norms.
+
+    One stage ranks by score times norm: without a window there is no attention whose loss stage 1
+    could bound.
+
+    Args:
+        name: Of the method.
+        method: With the same budget for every head.
+        weights: Scorer of the forms with norms; None for the method's own.
+    """
+    by_head = replace(
+        method,
+        allocator="adaptive_pages",
+        paper=f"{method.paper}, with AdaKV, arXiv 2407.11550",
+        summary=f"as {name}, but heads of a layer share its budget",
+    )
+    pooled = replace(
+        method,
+        allocator="shared_pages",
+        pooled=True,
+        summary=f"as {name}, one budget for all layers and heads",
+    )
+    scopes = {name: method, f"ada-{name}": by_head, f"layer-{name}": pooled}
+    forms = {}
+    for scope, of_scope in scopes.items():
+        forms[scope] = of_scope
+        forms[f"{scope}-perturb"] = replace(
+            of_scope,
+            scorer=weights or method.scorer,
+            ranking="product",
+            perturbation=True,
+            paper=f"{of_scope.paper}, with the norms of arXiv 2502.03805",
+            summary=f"as {scope}, by score times projected value norm",
+            cost=f"{method.cost}; a quadratic form of every value",
+        )
+    return forms
 
 
 _WINDOW = "attention of the window"
@@ -162,6 +223,44 @@ _KEYDIFF = Method(
     cost="one pass over the keys",
     limits="blind to what is asked; keys like the average are dropped first",
 )
+_KNORM = Method(
+    scorer="knorm:knorm_scores",
+    allocator="uniform_pages",
+    paper="L2 norm of keys, arXiv 2406.11430",
+    summary="keys of low norm, whatever is asked later; a baseline",
+    cost="one pass over the keys",
+    limits="blind to what is asked, and to what keys say beyond their length",
+)
+_EXPECTED_ATTENTION = Method(
+    scorer="expected_attention:expected_attention_scores",
+    allocator="uniform_pages",
+    paper="Expected Attention, arXiv 2510.00636",
+    summary="what queries like the prompt's will attend to, times the norm of the value",
+    cost="two products of queries and keys with a matrix for each query head, linear in the prompt",
+    limits="every head's queries count as one cloud; takes nothing from the prefix cache",
+    observer="expected_attention:MomentsOfQueries",
+    rotation=True,
+)
+_PROBE = Method(
+    scorer="probe:probe_scores",
+    allocator="uniform_pages",
+    paper="our own, after KVzip, arXiv 2505.23416, and KVzap, arXiv 2601.07891",
+    summary="what it takes to repeat the prompt, told from each token's query, key and value",
+    cost="one product of queries, keys and values with a vector for each head",
+    limits="needs a calibrated probe of the model; takes nothing from the prefix cache",
+    observer="probe:ScoresOfTokens",
+    rotation=True,
+    probe=True,
+)
+_KVZIP = Method(
+    scorer="kvzip:replay_scores",
+    allocator="uniform_pages",
+    paper="KVzip, arXiv 2505.23416",
+    summary="what the model attends to while it repeats the prompt",
+    cost="a second prefill",
+    limits="off the engine only: a yardstick for the probe",
+    replay=True,
+)
 
 METHODS: dict[str, Method] = {
     "streaming-llm": Method(
@@ -182,7 +281,12 @@ METHODS: dict[str, Method] = {
     ),
     "h2o": _H2O,
     "h2o-perturb": _perturbed(_H2O, "h2o"),
-    "keydiff": _KEYDIFF,
+    "knorm": _KNORM,
+    **_in_all_forms("keydiff", _KEYDIFF),
+    **_in_all_forms(
+        "expected-attention", _EXPECTED_ATTENTION, "expected_attention:expected_weights"
+    ),
+    **_in_all_forms("probe", _PROBE),
     "snapkv": _SNAPKV,
     "snapkv-perturb": _perturbed(_SNAPKV, "snapkv"),
     "adakv": _ADAKV,
@@ -200,3 +304,6 @@ METHODS: dict[str, Method] = {
         _THETAKV, pooled=True, summary="as thetakv, one budget for all layers and heads"
     ),
 }
+
+KNOWN_METHODS: dict[str, Method] = {**METHODS, **_in_all_forms("kvzip", _KVZIP)}
+"""With those that `analyze` and `evaluate` measure off the engine, and no server accepts."""

@@ -6,7 +6,7 @@ import torch
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
-from vllm_kvselect.scoring.observer import Observer
+from vllm_kvselect.scoring.observer import Observer, Twins
 from vllm_kvselect.scoring.snapkv import window_attention
 
 _BLOCK_ELEMENTS = 2**22
@@ -66,7 +66,7 @@ class AttentionSums(Observer):
         """The prompt's first token."""
         return 0
 
-    def _observe(self, inputs: ScoringInputs, first_position: int) -> None:
+    def _observe(self, inputs: ScoringInputs, first_position: int, twin: Twins) -> None:
         added = accumulate(inputs)
         if self._sums is None:
             self._sums = added.new_zeros(self.num_layers, len(added), self.num_tokens)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scoring.query_moments import QueryMoments
 from vllm_kvselect.scoring.rotation import Rotation
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
@@ -26,6 +27,12 @@ class ScoringInputs:
         layer_index: The layer's place in the model.
         rotation: How queries and keys are rotated by position; the first key's is 0. None where
             the method does not ask, or the model does not rotate.
+        moments: Moments of the prompt's queries before their rotation, where an observer has added
+            them up; `query` is not read then.
+        probe: The layer's calibrated probe, `[num_features, num_kv_heads]`; see `probe.py`. None
+            where the method does not ask.
+        replayed: The most attention that KVzip's replay pays to each entry,
+            `[num_kv_heads, num_tokens]`, or None; off the engine only.
     """
 
     query: torch.Tensor
@@ -36,6 +43,9 @@ class ScoringInputs:
     sinks: torch.Tensor | None = None
     layer_index: int = 0
     rotation: Rotation | None = None
+    moments: QueryMoments | None = None
+    probe: torch.Tensor | None = None
+    replayed: torch.Tensor | None = None
 
     @property
     def num_scored(self) -> int:

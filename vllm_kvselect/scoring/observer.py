@@ -5,13 +5,28 @@ scorer needs of earlier chunks is kept by an observer: one for each request, for
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Twins(Protocol):
+    """Gives a device's twin of a function, or the function itself; `Kernels.twin` does."""
+
+    def __call__(self, reference: Function) -> Function:
+        """Finds it by the function's name."""
+
+
+def no_twins(reference: Function) -> Function:
+    """References compute everything."""
+    return reference
 
 
 class Observer(ABC):
@@ -41,13 +56,14 @@ class Observer(ABC):
     def first_position(self) -> int:
         """Position of the first token that is observed."""
 
-    def observe(self, inputs: ScoringInputs, first_position: int) -> None:
+    def observe(self, inputs: ScoringInputs, first_position: int, twin: Twins = no_twins) -> None:
         """Sees a chunk in the layer `inputs.layer_index`.
 
         Args:
             inputs: The chunk, from the first token that is observed on; keys from the prompt's
                 first token on if `reads_earlier_keys`.
             first_position: Position of its first query in the prompt.
+            twin: What computes in place of references.
 
         Raises:
             RuntimeError: If tokens in between were not observed: the scores would be wrong.
@@ -59,10 +75,10 @@ class Observer(ABC):
                 f"on at {first_position}"
             )
         self._next_positions[inputs.layer_index] += len(inputs.query)
-        self._observe(inputs, first_position)
+        self._observe(inputs, first_position, twin)
 
     @abstractmethod
-    def _observe(self, inputs: ScoringInputs, first_position: int) -> None:
+    def _observe(self, inputs: ScoringInputs, first_position: int, twin: Twins) -> None:
         """Remembers what is needed of a chunk that follows the ones before it."""
 
     @abstractmethod
@@ -78,6 +94,9 @@ class Observer(ABC):
             `[num_kv_heads, num_tokens - window]`, at least float32.
         """
 
+    def release(self, layer_index: int) -> None:  # noqa: B027 (most keep all layers together)
+        """Gives back what is remembered of a layer that is scored."""
+
 
 class WindowQueries(Observer):
     """The observation window: its queries, of all the chunks that reach into it."""
@@ -89,7 +108,7 @@ class WindowQueries(Observer):
         """Position of the window's first token."""
         return self.num_tokens - self.config.window
 
-    def _observe(self, inputs: ScoringInputs, first_position: int) -> None:
+    def _observe(self, inputs: ScoringInputs, first_position: int, twin: Twins) -> None:
         query = inputs.query
         if self._queries is None:
             shape = (self.num_layers, self.config.window, *query.shape[1:])

@@ -17,12 +17,14 @@ class OutputProjection(NamedTuple):
         bound_form: A quadratic form that bounds squared L2 norms, rounding included: the mean over
             the group of `W_O W_O^T` and a slack on its diagonal,
             `[num_kv_heads, head_size, head_size]`.
+        gram: The same mean without the slack: L2 norms themselves, at least float32.
         packed: The weight in the order in which the kernels of a device read it, or None. Where it
             is there, nobody reads `weight`, which may have a shape only (device "meta").
     """
 
     weight: torch.Tensor
     bound_form: torch.Tensor
+    gram: torch.Tensor
     packed: torch.Tensor | None = None
 
     @classmethod
@@ -30,7 +32,8 @@ class OutputProjection(NamedTuple):
         """Prepares a weight of the shape given above."""
         head_size, group = weight.shape[1:3]
         wide = weight.flatten(2).to(torch.promote_types(weight.dtype, torch.float32))
-        form = torch.bmm(wide, wide.transpose(1, 2)) / group
+        gram = torch.bmm(wide, wide.transpose(1, 2)) / group
+        form = gram.clone()
         # Evaluating v F v^T rounds F, v F and the products to the dtype of v, one eps each at
         # most, and costs one eps of the accumulator a term; all relative to |v| |F| |v|, which
         # the largest row sum of |F| bounds.
@@ -38,12 +41,31 @@ class OutputProjection(NamedTuple):
         largest = form.abs().sum(dim=-1).amax(dim=-1, keepdim=True)
         form.diagonal(dim1=1, dim2=2).add_(largest * slack)
         # Squares leave float16's range; a bound that overflows to NaN would drop entries.
-        return cls(weight, form if weight.dtype == torch.float16 else form.to(weight.dtype))
+        is_narrow = weight.dtype == torch.float16
+        return cls(weight, form if is_narrow else form.to(weight.dtype), gram)
 
 
 def projected_value_norms(value: torch.Tensor, projection: OutputProjection) -> torch.Tensor:
     """`value_norms` of a prepared W_O; arguments and result as there."""
     return value_norms(value, projection.weight)
+
+
+def projected_value_l2_norms(value: torch.Tensor, projection: OutputProjection) -> torch.Tensor:
+    """L2 norm of each value projected through its query heads' output projection, `||V W_O||_2`.
+
+    The root of the mean square over the query group: a quadratic form of the value alone, so that
+    nothing is projected. For values of a model it differs from the L1 norm by hardly more than a
+    factor that all entries of a layer share.
+
+    Args:
+        value: `[num_kv_heads, num_tokens, head_size]`.
+        projection: The layer's W_O.
+
+    Returns:
+        `[num_kv_heads, num_tokens]`, at least float32.
+    """
+    wide = value.to(projection.gram.dtype)
+    return (wide @ projection.gram).mul_(wide).sum(dim=-1).clamp_(min=0).sqrt_()
 
 
 def value_norms(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,28 @@ def by_score(candidates: Candidates, even: int, config: EvictionConfig) -> torch
     return candidates.scores
 
 
+def by_product(candidates: Candidates, even: int, config: EvictionConfig) -> torch.Tensor:
+    """Ranks by score times norm, a layer's norms over their mean.
+
+    Norms grow from layer to layer, as the hidden state does that they are added to. Over their mean
+    they tell a layer's entries apart and leave the balance of the layers to the scores. So the L2
+    norm does as well as the L1 norm of the perturbation bound, which costs many times as much.
+
+    Args:
+        candidates: The competing entries, with L2 norms.
+        even: Even budget of a head in entries; not needed here.
+        config: Has no parameter for it.
+
+    Returns:
+        `[..., num_kv_heads, num_tokens]`.
+    """
+    norms = candidates.norms
+    assert norms is not None
+    tiny = torch.finfo(norms.dtype).tiny  # an infinite score times no norm would be no number
+    mean = norms.mean(dim=(-2, -1), keepdim=True).clamp_(min=tiny)
+    return candidates.scores * (norms / mean).clamp_(min=tiny)
+
+
 def by_bound(candidates: Candidates, even: int, config: EvictionConfig) -> torch.Tensor:
     """Ranks by smoothed attention times norm, an entry's part of the bound (ThetaKV).
 
@@ -113,4 +135,9 @@ def by_defence(candidates: Candidates, even: int, config: EvictionConfig) -> tor
 Ranking = Callable[[Candidates, int, EvictionConfig], torch.Tensor]
 """`(candidates, even, config)` -> what allocation counts, of the candidates' shape."""
 
-RANKINGS: Mapping[str, Ranking] = {"score": by_score, "bound": by_bound, "defence": by_defence}
+RANKINGS: Mapping[str, Ranking] = {
+    "score": by_score,
+    "product": by_product,
+    "bound": by_bound,
+    "defence": by_defence,
+}

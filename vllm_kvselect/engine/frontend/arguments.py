@@ -7,21 +7,22 @@ points of patches/0001 at which vLLM would call a plugin.
 import argparse
 from typing import Any
 
-from vllm.config import SchedulerConfig, VllmConfig
+from vllm.config import ModelConfig, SchedulerConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_kvselect.config import CONFIG_KEY, METHOD_NAMES, ConfigError, EvictionConfig
 from vllm_kvselect.engine import refusal
 from vllm_kvselect.engine.frontend import start_up as report
+from vllm_kvselect.engine.frontend.chat_template import turn_start
 from vllm_kvselect.engine.frontend.checks import refuse_unsupported
 from vllm_kvselect.engine.frontend.options import add_cli_args as add_cli_args
 from vllm_kvselect.engine.frontend.options import given_options
 from vllm_kvselect.engine.platforms import PLATFORMS, platform, platform_name
 
 _ENGINE = "vllm_kvselect.engine"
-_POOL_SCHEDULERS = {
-    False: f"{_ENGINE}.scheduler.pool_scheduler.PoolScheduler",
-    True: f"{_ENGINE}.scheduler.pool_scheduler.PoolAsyncScheduler",
+_CUT_SCHEDULERS = {
+    False: f"{_ENGINE}.scheduler.cut_scheduler.CutScheduler",
+    True: f"{_ENGINE}.scheduler.cut_scheduler.CutAsyncScheduler",
 }
 _CHECKED_SCHEDULERS = {
     False: f"{_ENGINE}.scheduler.checked_scheduler.CheckedScheduler",
@@ -163,6 +164,7 @@ def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
     if eviction is None:
         return
     refuse_unsupported(vllm_config, eviction)
+    eviction = with_turn_start(vllm_config.model_config, eviction)
     vllm_config.additional_config[CONFIG_KEY] = eviction.model_dump()
     here = PLATFORMS[platform_name()]
     vllm_config.parallel_config.worker_cls = here.worker
@@ -175,8 +177,30 @@ def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
     refusal.expect_note(vllm_config)
 
 
+def with_turn_start(model_config: ModelConfig, eviction: EvictionConfig) -> EvictionConfig:
+    """Notes how users' turns begin, where chats are contexts or a request may ask for it.
+
+    Args:
+        model_config: vLLM's configuration of the model.
+        eviction: The validated configuration.
+
+    Raises:
+        ConfigError: If chats are contexts by default, and the model's template does not say.
+    """
+    if not eviction.may_share or eviction.turn_start:
+        return eviction
+    try:
+        return eviction.model_copy(update={"turn_start": turn_start(model_config)})
+    except ConfigError:
+        if eviction.context == "chat":
+            raise
+        return eviction
+
+
 def choose_scheduler(scheduling: SchedulerConfig, eviction: EvictionConfig) -> None:
-    """Takes a scheduler of ours where the integrity check or a pool across layers needs one.
+    """Takes a scheduler of ours where one is needed.
+
+    That is for the integrity check, for pools across layers, and for contexts.
 
     Args:
         scheduling: vLLM's configuration of the scheduler, changed in place.
@@ -185,5 +209,5 @@ def choose_scheduler(scheduling: SchedulerConfig, eviction: EvictionConfig) -> N
     is_async = bool(scheduling.async_scheduling)
     if eviction.check_integrity:
         scheduling.scheduler_cls = _CHECKED_SCHEDULERS[is_async]
-    elif eviction.may_pool and scheduling.scheduler_cls is None:
-        scheduling.scheduler_cls = _POOL_SCHEDULERS[is_async]
+    elif (eviction.may_pool or eviction.may_share) and scheduling.scheduler_cls is None:
+        scheduling.scheduler_cls = _CUT_SCHEDULERS[is_async]

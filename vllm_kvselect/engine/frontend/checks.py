@@ -46,6 +46,8 @@ def settings_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list
     Returns:
         One sentence for each problem, with what to do.
     """
+    if eviction.enabled and eviction.method not in METHODS:
+        return [f"method = {eviction.method!r} is not served, only measured off the engine"]
     return [*_pool_problems(vllm_config, eviction), *_budget_problems(vllm_config, eviction)]
 
 
@@ -123,6 +125,11 @@ def _scheduler_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> li
         return [
             f"scheduler_cls = {scheduler!r} replaces the scheduler that check_integrity needs; "
             "leave one of them out"
+        ]
+    if eviction.may_share and scheduler is not None:
+        return [
+            f"scheduler_cls = {scheduler!r} replaces the scheduler that contexts need, so that not "
+            "every request compresses the same one; leave one of them out"
         ]
     return []
 

@@ -14,7 +14,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_kvselect.engine.frontend.arguments import server_config
 from vllm_kvselect.engine.frontend.start_up import block_bytes, block_entries
-from vllm_kvselect.engine.report import StepReport
+from vllm_kvselect.engine.report import ContextReport, StepReport
 from vllm_kvselect.request import REFUSAL_REASONS, RefusalReason
 
 _RATIOS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -46,6 +46,27 @@ class EvictionStatLogger(AggregateStatLoggerBase):
         )
         self._blocks = make(Counter, "freed_blocks", "Blocks given back once prompts were packed.")
         self._bytes = make(Counter, "freed_bytes", "Bytes of the blocks given back.")
+        self._context_hits = make(
+            Counter, "context_hits", "Requests that found their context compressed."
+        )
+        self._context_tokens = make(
+            Counter, "context_tokens", "Tokens that these requests did not have to compute."
+        )
+        self._context_blocks = make(
+            Counter, "context_blocks", "Blocks that had been dropped of what they found."
+        )
+        self._contexts = make(
+            Gauge,
+            "contexts",
+            "Compressed contexts that a request would find.",
+            multiprocess_mode="mostrecent",
+        )
+        self._held_bytes = make(
+            Gauge,
+            "context_held_bytes",
+            "Bytes of the blocks that these contexts take.",
+            multiprocess_mode="mostrecent",
+        )
         self._ratios = make(
             Histogram,
             "retained_ratio",
@@ -82,10 +103,16 @@ class EvictionStatLogger(AggregateStatLoggerBase):
         mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
-        """Records the report of a step, if there is one."""
-        report = StepReport.take(scheduler_stats) if scheduler_stats else None
-        if report is None:
+        """Records the reports of a step, if there are any."""
+        if scheduler_stats is None:
             return
+        if (held := ContextReport.take(scheduler_stats)) is not None:
+            self._contexts[engine_idx].set(held.num_contexts)
+            self._held_bytes[engine_idx].set(held.num_blocks * self._bytes_per_block)
+        if (report := StepReport.take(scheduler_stats)) is not None:
+            self._record(report, engine_idx)
+
+    def _record(self, report: StepReport, engine_idx: int) -> None:
         for num_prompt_tokens, num_blocks in report.prompts:
             self._requests[engine_idx].inc()
             self._entries[engine_idx].inc(num_blocks * self._entries_per_block)
@@ -93,6 +120,10 @@ class EvictionStatLogger(AggregateStatLoggerBase):
             self._bytes[engine_idx].inc(num_blocks * self._bytes_per_block)
             num_dropped = num_blocks * self._block_size
             self._ratios[engine_idx].observe(1 - num_dropped / num_prompt_tokens)
+        for num_tokens, num_blocks in report.contexts:
+            self._context_hits[engine_idx].inc()
+            self._context_tokens[engine_idx].inc(num_tokens)
+            self._context_blocks[engine_idx].inc(num_blocks)
         if report.selection_seconds:
             self._seconds[engine_idx].observe(report.selection_seconds)
         self._saved[engine_idx].set(report.num_saved_blocks)

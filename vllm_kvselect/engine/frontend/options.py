@@ -6,7 +6,16 @@ from typing import Any
 from vllm_kvselect.config import METHOD_NAMES, OVERRIDE_NAMES, ConfigError, EvictionConfig
 
 _DEFAULTS = EvictionConfig()
-_FIELDS = ("method", "budget", "window", "alpha", "allow_override", "check_integrity")
+_FIELDS = (
+    "method",
+    "budget",
+    "context",
+    "window",
+    "alpha",
+    "probe",
+    "allow_override",
+    "check_integrity",
+)
 """Fields of `EvictionConfig` with an option of their own, `args.kv_eviction_<field>`."""
 
 
@@ -37,6 +46,16 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         ),
     )
     group.add_argument(
+        "--kv-eviction-context",
+        type=lambda text: _field("context", text if text == "chat" else _number(text)),
+        metavar="TOKENS|chat",
+        help=_help(
+            "Part of each prompt that is compressed on its own and shared by all requests that "
+            "have it: its first tokens (6000), or what comes before the first question of a chat.",
+            "the whole prompt, not shared",
+        ),
+    )
+    group.add_argument(
         "--kv-eviction-window",
         type=lambda text: _field("window", _number(text)),
         metavar="TOKENS",
@@ -51,6 +70,15 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help=_help(
             "Share of the budget that the first of two stages fills ('-perturb' methods).",
             _DEFAULTS.alpha,
+        ),
+    )
+    group.add_argument(
+        "--kv-eviction-probe",
+        type=lambda text: _field("probe", text),
+        metavar="FILE",
+        help=_help(
+            "Probe of the model, by vllm-kvselect calibrate ('probe' methods).",
+            "the one that fits the model, in the user's cache or in the package",
         ),
     )
     group.add_argument(

@@ -14,7 +14,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.frontend.arguments import server_config
 from vllm_kvselect.engine.frontend.checks import settings_problems
 from vllm_kvselect.engine.frontend.metrics import EvictionStatLogger
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.methods.registry import METHODS, Need
 from vllm_kvselect.request import (
     REQUEST_KEYS,
     RequestError,
@@ -24,11 +24,11 @@ from vllm_kvselect.request import (
     request_config,
 )
 
-_RPC = "kv_eviction_projection_problem"
+_RPC = "kv_eviction_problems"
 """A method of our workers."""
 
-_projection_problems: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
-"""By engine: why its workers have no output projections, or None if they have them."""
+_problems: WeakKeyDictionary[Any, dict[Need, str]] = WeakKeyDictionary()
+"""By engine: what its workers' layers could not be bound to, and why."""
 
 
 class RequestRefusedError(VLLMValidationError, ValueError):
@@ -53,16 +53,23 @@ def check_request(engine: Any, prompt: Any, params: Any) -> None:
         _refuse_input_streams(prompt)
         extra_args = _extra_args(prompt, params)
         eviction = request_config(server, extra_args)
+        if eviction.context == "chat" and not server.turn_start:
+            raise RequestError(
+                "the model's chat template does not say how a user's turn begins; mark the context "
+                "by its number of tokens",
+                "kv_eviction_context",
+                "unsupported",
+            )
         if eviction.enabled and eviction != server:
             _refuse_unsupported(engine.vllm_config, server, extra_args or {})
-        if isinstance(engine, LLMEngine) and _asks_for_projections(server, eviction):
-            if engine not in _projection_problems:
+        if isinstance(engine, LLMEngine) and (needs := _new_needs(server, eviction)):
+            if engine not in _problems:
                 _remember(engine, engine.collective_rpc(_RPC))
-            _refuse_without_projections(engine)
+            _refuse_without(engine, needs)
 
 
-async def check_projections(engine: Any, prompt: Any, params: Any) -> None:
-    """Refuses a request of `AsyncLLM` whose method needs output projections that are not there.
+async def check_needs(engine: Any, prompt: Any, params: Any) -> None:
+    """Refuses a request of `AsyncLLM` whose method needs what the model's layers cannot give.
 
     The workers know, and are asked at the first such request. `check_request` cannot wait.
 
@@ -74,7 +81,7 @@ async def check_projections(engine: Any, prompt: Any, params: Any) -> None:
     Raises:
         RequestRefusedError: With the reason and what to do.
     """
-    await _check_projections(engine, _extra_args(prompt, params))
+    await _check_needs(engine, _extra_args(prompt, params))
 
 
 async def check_body(engine: Any, request: Any) -> None:
@@ -97,35 +104,41 @@ async def check_body(engine: Any, request: Any) -> None:
         refuse_stray_fields(getattr(request, "model_extra", None) or ())
         if getattr(request, "use_beam_search", False):
             refuse_beam_settings(server, extra_args)
-    await _check_projections(engine, extra_args)
+    await _check_needs(engine, extra_args)
 
 
-async def _check_projections(engine: Any, extra_args: dict[str, Any] | None) -> None:
+async def _check_needs(engine: Any, extra_args: dict[str, Any] | None) -> None:
     server = server_config(engine.vllm_config)
     if server is None or not extra_args:
         return
     with _refusing(engine):
-        if not _asks_for_projections(server, request_config(server, extra_args)):
+        needs = _new_needs(server, request_config(server, extra_args))
+        if not needs:
             return
-        if engine not in _projection_problems:
+        if engine not in _problems:
             _remember(engine, await engine.collective_rpc(_RPC))
-        _refuse_without_projections(engine)
+        _refuse_without(engine, needs)
 
 
-def _asks_for_projections(server: EvictionConfig, eviction: EvictionConfig) -> bool:
-    """Whether a request chose a method for which the server may not have output projections."""
-    chosen, default = METHODS.get(eviction.method), METHODS.get(server.method)
-    return bool(chosen and chosen.perturbation and not (default and default.perturbation))
+def _new_needs(server: EvictionConfig, eviction: EvictionConfig) -> frozenset[Need]:
+    """What a request's method needs beyond the default one, without which no server starts."""
+    nothing: frozenset[Need] = frozenset()
+    chosen, default = (
+        METHODS[name].needs if name in METHODS else nothing
+        for name in (eviction.method, server.method)
+    )
+    return chosen - default
 
 
-def _remember(engine: Any, answers: list[str | None]) -> None:
-    """Keeps what the workers said: one without projections is enough."""
-    _projection_problems[engine] = next((answer for answer in answers if answer), None)
+def _remember(engine: Any, answers: list[dict[Need, str]]) -> None:
+    """Keeps what the workers said: one with a problem is enough."""
+    _problems[engine] = {need: why for answer in answers for need, why in answer.items()}
 
 
-def _refuse_without_projections(engine: Any) -> None:
-    if problem := _projection_problems[engine]:
-        raise RequestError(problem, "kv_eviction", "unsupported")
+def _refuse_without(engine: Any, needs: frozenset[Need]) -> None:
+    for need, problem in _problems[engine].items():
+        if need in needs:
+            raise RequestError(problem, "kv_eviction", "unsupported")
 
 
 @contextmanager

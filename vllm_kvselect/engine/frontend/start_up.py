@@ -40,7 +40,7 @@ def describe(vllm_config: VllmConfig, eviction: EvictionConfig) -> str:
     block_size = vllm_config.cache_config.block_size
     num_mib = block_bytes(vllm_config) / 2**20
     num_blocks = -(-num_tokens // block_size)
-    num_freed = cuts(num_tokens, block_size, eviction).num_freed(num_tokens)
+    num_freed = _num_freed(num_tokens, block_size, eviction)
     return (
         f"KV eviction {eviction.method}: retains {budget_entries(num_tokens, eviction)} entries "
         f"per KV head and layer (window {eviction.window} included) of a prompt of {num_tokens} "
@@ -60,7 +60,7 @@ def why_nothing_is_dropped(vllm_config: VllmConfig, eviction: EvictionConfig) ->
     evicting = eviction if eviction.enabled else eviction.model_copy(update={"method": "snapkv"})
     num_tokens = vllm_config.model_config.max_model_len
     block_size = vllm_config.cache_config.block_size
-    if cuts(num_tokens, block_size, evicting).num_freed(num_tokens):
+    if _num_freed(num_tokens, block_size, evicting):
         return None
     return (
         f"KV eviction {eviction.method} never drops anything here: the longest prompt "
@@ -68,6 +68,13 @@ def why_nothing_is_dropped(vllm_config: VllmConfig, eviction: EvictionConfig) ->
         f"{min(budget_entries(num_tokens, eviction), num_tokens)} of them, less than a block of "
         f"{block_size} fewer; lower --kv-eviction-budget"
     )
+
+
+def _num_freed(num_tokens: int, block_size: int, eviction: EvictionConfig) -> int:
+    """Blocks that the longest prompt frees, or the longest chat."""
+    if eviction.context == "chat":
+        eviction = eviction.model_copy(update={"context": num_tokens})
+    return cuts(num_tokens, block_size, eviction).num_freed(num_tokens)
 
 
 def why_slow(vllm_config: VllmConfig) -> str | None:

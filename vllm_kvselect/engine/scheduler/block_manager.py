@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
     SingleTypeKVCacheManager,
@@ -13,9 +13,11 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.scheduler.contexts import ContextNames, Held
 from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.request import planned_config
 from vllm_kvselect.retention import Cuts, cuts
+from vllm_kvselect.turns import with_context
 
 if TYPE_CHECKING:
     from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, WindowSpec
@@ -25,12 +27,19 @@ class Planned(NamedTuple):
     """What a request's settings come to.
 
     Attributes:
+        request: The request.
         eviction: Its own configuration.
         cuts: Its cuts.
     """
 
+    request: Request
     eviction: EvictionConfig
     cuts: Cuts
+
+    @property
+    def has_context(self) -> bool:
+        """Whether entries of a marked context are dropped."""
+        return bool(self.cuts) and self.eviction.context is not None
 
 
 class PlannedManager(SingleTypeKVCacheManager):
@@ -64,9 +73,12 @@ class PlannedManager(SingleTypeKVCacheManager):
         """The request's configuration and cuts, remembered until its blocks are given back."""
         known = self._planned.get(request.request_id)
         if known is None:
-            eviction = self._eviction_of(request)
+            eviction = with_context(
+                self._eviction_of(request), request.prompt_token_ids, self.block_size
+            )
             request_cuts = cuts(request.num_prompt_tokens, self.block_size, eviction)
-            known = self._planned[request.request_id] = Planned(eviction, request_cuts)
+            known = Planned(request, eviction, request_cuts)
+            self._planned[request.request_id] = known
         return known
 
     def _eviction_of(self, request: Request) -> EvictionConfig:
@@ -120,16 +132,88 @@ class PlannedManager(SingleTypeKVCacheManager):
         vLLM hashes blocks when it schedules them. Under `--scheduling-policy priority` it may then
         preempt their request in the same step, and leaves hashes that find whatever is in there.
         """
-        self._planned.pop(request_id, None)
+        planned = self._planned.pop(request_id, None)
         blocks = super().pop_blocks_for_free(request_id)
         num_computed = (self._num_hashed_before or {}).pop(request_id, None)
         if num_computed is not None:
-            self.block_pool.evict_blocks({block.block_id for block in blocks[num_computed:]})
+            # Private blocks are hashed, if at all, by `ContextNames`, which waits for the step.
+            end = planned.cuts.first_private if planned and planned.cuts else len(blocks)
+            self.block_pool.evict_blocks({block.block_id for block in blocks[num_computed:end]})
         return blocks
 
 
 class HeadwiseManager(PlannedManager, FullAttentionManager):
-    """Frees the blocks before the packed ones and keeps the others private."""
+    """Frees the blocks before the packed ones and keeps the others private.
+
+    Only those of a marked context, and what follows it, are shared once they are packed.
+
+    Args:
+        kv_cache_spec: The group's spec, with the eviction configuration.
+        **kwargs: vLLM's own arguments.
+    """
+
+    def __init__(self, kv_cache_spec: "HeadwiseSpec", **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        self._names = ContextNames(self.block_pool, self.kv_cache_group_id, self.block_size)
+
+    def context_of(self, request: Request) -> BlockHash | None:
+        """The name of a request's compressed context, by which others find it; None without one."""
+        planned = self._planned_of(request)
+        if not planned.has_context:
+            return None
+        return self._names.first_name(request, planned.eviction, planned.cuts[0])
+
+    def has_context(self, request: Request) -> bool:
+        """Whether the compressed context that a request marks is there to be read."""
+        planned = self._planned_of(request)
+        return self._names.is_there(request, planned.eviction, planned.cuts[0])
+
+    def find_context(self, request: Request) -> list[KVCacheBlock]:
+        """Finds what an earlier request left of a request's compressed context.
+
+        Args:
+            request: The request about to be scheduled.
+
+        Returns:
+            The first blocks of its table, null blocks where entries were dropped; empty if no
+            context is marked, or it is not there.
+        """
+        planned = self._planned_of(request)
+        if not planned.has_context:
+            return []
+        return self._names.find(request, planned.eviction, planned.cuts[0])
+
+    def held_contexts(self) -> Held:
+        """Compressed contexts that a request would find."""
+        return self._names.held()
+
+    def may_be_shared(self, request: Request, index: int, block: KVCacheBlock) -> bool:
+        """Whether a block from the first packed one on may be held by other requests, too."""
+        planned = self._planned_of(request)
+        if not planned.has_context:
+            return False
+        return self._names.is_named(request, planned.eviction, planned.cuts[0], index, block)
+
+    def disown(self, request_id: str) -> None:
+        """Lets nobody find what a request computes from now on: it may be wrong."""
+        self._names.forget(request_id)
+
+    def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Hashes full blocks, and names those of contexts that earlier steps have computed."""
+        super().cache_blocks(request, *args, **kwargs)
+        self._name_context(self._planned_of(request))
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """Names what a request leaves of its context, and forgets the request."""
+        if planned := self._planned.get(request_id):
+            self._name_context(planned)
+        self._names.forget(request_id)
+        return super().pop_blocks_for_free(request_id)
+
+    def _name_context(self, planned: Planned) -> None:
+        request, blocks = planned.request, self.req_to_blocks.get(planned.request.request_id)
+        if blocks and planned.has_context:
+            self._names.give(request, planned.eviction, planned.cuts[0], blocks)
 
     def is_pooled(self, request: Request) -> bool:
         """Whether entries are dropped of the request and its layers share the packed pages."""
@@ -190,6 +274,19 @@ class WindowManager(PlannedManager, SlidingWindowManager):
     def _num_hashable(self, request_cuts: Cuts) -> int:
         """Those that are computed before anything is dropped."""
         return request_cuts.first_position
+
+
+def shares_contexts(kv: KVCacheManager, request: Request) -> bool:
+    """Whether a request may read what others compressed, and they what it does.
+
+    Sliding windows beside full attention have blocks of their own, which are not kept for it.
+
+    Args:
+        kv: The KV cache manager.
+        request: The request.
+    """
+    managers = kv.coordinator.single_type_managers
+    return len(managers) == 1 and kv.prefix_cache_lookup_enabled(request)
 
 
 def headwise_manager(kv: KVCacheManager) -> HeadwiseManager:

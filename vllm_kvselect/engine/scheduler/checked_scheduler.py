@@ -15,18 +15,18 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
 from vllm_kvselect.engine.scheduler.integrity import (
     Violation,
     block_owners,
     find_violations,
     free_blocks,
 )
-from vllm_kvselect.engine.scheduler.pool_scheduler import PoolScheduler
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 
-class CheckedScheduler(PoolScheduler):
+class CheckedScheduler(CutScheduler):
     """Stops the requests whose blocks are not what they must be; the server goes on.
 
     A request that is stopped ends with the finish reason `error`, which the OpenAI server turns
@@ -100,6 +100,7 @@ def mend(
     pool = kv.block_pool
     named = {block_id for violation in violations for block_id in violation.block_ids}
     for request_id in {name for violation in violations for name in violation.request_ids}:
+        manager.disown(request_id)
         named |= {block.block_id for block in manager.req_to_blocks.get(request_id, ())}
         if request_id not in requests:
             del manager.req_to_blocks[request_id]

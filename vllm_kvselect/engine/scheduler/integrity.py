@@ -28,8 +28,10 @@ INVARIANTS = {
     "hashes": "a hashed block is found by its hash, and no other block is",
     "covered": "a block table covers the tokens computed so far",
     "freed": "only the blocks before the packed ones are freed, all of them, and after the cut",
-    "private": "packed blocks and those after them belong to one request and are not hashed",
-    "pages": "each page that a worker reads lies in a private block of the request that reads it",
+    "private": "packed blocks and those after them belong to one request and are not hashed, or "
+    "have the name of a compressed context and are complete",
+    "pages": "each page that a worker reads lies in a private block of the request that reads it, "
+    "or in one of its context",
 }
 """What holds after every scheduling step, by the name under which a violation is reported."""
 
@@ -113,7 +115,7 @@ def find_violations(kv: KVCacheManager, requests: Mapping[str, Request]) -> list
         *_hash_violations(kv.block_pool, owners),
     ]
     for table in tables:
-        found += _table_violations(table, manager.block_size)
+        found += _table_violations(table, manager)
     found += _page_violations(
         tables, manager.block_size, manager.kv_cache_spec.num_kv_heads, len(kv.block_pool.blocks)
     )
@@ -194,10 +196,10 @@ def _hash_violations(pool: BlockPool, owners: Owners) -> Iterator[Violation]:
         yield Violation("hashes", f"{len(found_by) - len(hashes)} hashes without a hashed block")
 
 
-def _table_violations(table: _Table, block_size: int) -> Iterator[Violation]:
+def _table_violations(table: _Table, manager: HeadwiseManager) -> Iterator[Violation]:
     request, blocks = table.request, table.blocks
     request_ids = (request.request_id,)
-    if len(blocks) * block_size < request.num_computed_tokens:
+    if len(blocks) * manager.block_size < request.num_computed_tokens:
         tokens = f"{len(blocks)} blocks for {request.num_computed_tokens} tokens"
         yield Violation("covered", tokens, (), request_ids)
     null = [index for index, block in enumerate(blocks) if block.is_null]
@@ -213,6 +215,7 @@ def _table_violations(table: _Table, block_size: int) -> Iterator[Violation]:
         if (block.ref_cnt > 1 or block.block_hash is not None)
         and not block.is_null
         and table.cuts.is_private(index)
+        and not manager.may_be_shared(request, index, block)
     ]
     if exposed:
         yield Violation("private", "shared or hashed", tuple(exposed), request_ids)
@@ -237,10 +240,13 @@ def _page_violations(
     seq_lens = torch.tensor([table.request.num_computed_tokens for table, _ in read])
     block_table = torch.zeros(len(read), max(len(t.blocks) for t, _ in read), dtype=torch.int64)
     private_to = torch.full((num_blocks,), -1)  # which row a block is private to
+    of_context = torch.zeros(num_blocks, dtype=torch.bool)  # whether rows may share it
     for row, (table, cut) in enumerate(read):
         ids = torch.tensor([block.block_id for block in table.blocks])
         block_table[row, : len(ids)] = ids
         private_to[ids[cut.first_packed :]] = row
+        hashed = [b.block_id for b in table.blocks[cut.first_packed :] if b.block_hash is not None]
+        of_context[hashed] = True
     private_to[0] = -1  # the null block
     num_packed = torch.tensor([cut.num_packed for _, cut in read])
     offsets = num_packed[:, None] * torch.arange(num_kv_heads + 1)
@@ -256,7 +262,8 @@ def _page_violations(
     pages, lengths = (part.view(len(read), num_kv_heads, -1).long() for part in (pages, lengths))
     is_read = torch.arange(pages.shape[-1]) < -(-lengths // block_size)
     rows = torch.arange(len(read))[:, None, None]
-    is_foreign = is_read & (private_to[pages // num_kv_heads] != rows)
+    ids = pages // num_kv_heads
+    is_foreign = is_read & (private_to[ids] != rows) & ~of_context[ids]
     for row, (table, cut) in enumerate(read):
         request_ids = (table.request.request_id,)
         if is_foreign[row].any():

@@ -19,6 +19,7 @@ from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.compaction import head_pages, retained_slots
 from vllm_kvselect.paging.page_table import PageTable
 from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.rotation import Rotation
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 
@@ -27,6 +28,8 @@ class HeadwiseImpl(ABC):
 
     Attributes:
         output_projection: The layer's W_O, bound by the worker for methods that need it.
+        rotation: How positions are applied to its queries and keys, likewise.
+        probe: Its calibrated probe, `[num_features, num_kv_heads]`, likewise.
         layer_index: The layer's place in its group.
         kv_cache: Its cache.
         kernels: What computes the parts of a choice.
@@ -38,6 +41,8 @@ class HeadwiseImpl(ABC):
     scale: float
     sinks: torch.Tensor | None
     output_projection: OutputProjection | None = None
+    rotation: Rotation | None = None
+    probe: torch.Tensor | None = None
     layer_index: int
     kv_cache: torch.Tensor
     kernels: Kernels
@@ -221,7 +226,7 @@ class HeadwiseImpl(ABC):
         if observation.observer.reads_earlier_keys:
             chunk_key = self._keys_so_far(key, observation)
         inputs = self._inputs(self._scored_queries(query[tokens]), chunk_key, chunk_value)
-        observation.observer.observe(inputs, observation.first_position)
+        observation.observer.observe(inputs, observation.first_position, self.kernels.twin)
 
     def _keys_so_far(self, key: torch.Tensor, observation: Observation) -> torch.Tensor:
         """Keys from the prompt's first token to the chunk's end, as attention reads them."""
@@ -242,6 +247,8 @@ class HeadwiseImpl(ABC):
             self.output_projection,
             self.sinks,
             self.layer_index,
+            self.rotation,
+            probe=self.probe,
         )
 
     def pack(

@@ -1,10 +1,7 @@
 """Binds each attention layer to its output projection, which vLLM's layers do not know."""
 
-import inspect
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +10,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 
 from vllm_kvselect.config import ConfigError
+from vllm_kvselect.engine.step.trial_run import ReachedError, arguments, standing_in
 from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
@@ -27,13 +25,6 @@ class _Place(NamedTuple):
     wrapped: nn.Module
     """The projection as the parent calls it: with LoRA, vLLM wraps every linear layer."""
     projection: RowParallelLinear
-
-
-class _ReachedError(Exception):
-    """Stops a trial run at the projection."""
-
-    def __init__(self, given: torch.Tensor) -> None:
-        self.given = given
 
 
 def find_output_projections(
@@ -114,54 +105,26 @@ def _is_direct(place: _Place, dtype: torch.dtype, device: torch.device) -> bool 
     draw = torch.Generator().manual_seed(0)
     sizes = place.attention.num_heads * place.attention.head_size_v, place.projection.output_size
     output, hidden = (torch.randn(1, size, generator=draw).to(device, dtype) for size in sizes)
-    arguments = _arguments(place.parent, hidden)
-    if arguments is None:
+    positions = torch.zeros(1, dtype=torch.int64, device=device)
+    given = arguments(place.parent, positions, hidden)
+    if given is None:
         return None
 
-    def reached(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        raise _ReachedError(given[0])
+    def reached(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        raise ReachedError(inputs[0])
 
     handle = place.wrapped.register_forward_pre_hook(reached)
     try:
-        with _in_place_of(place.attention, lambda *_, **__: output):
-            place.parent(**arguments)
-    except _ReachedError as stopped:
-        given = stopped.given
-        return given.numel() == output.numel() and torch.equal(given.view_as(output), output)
+        with standing_in(place.attention, lambda *_, **__: output, place.parent):
+            place.parent(**given)
+    except ReachedError as stopped:
+        (read,) = stopped.given
+        return read.numel() == output.numel() and torch.equal(read.view_as(output), output)
     except Exception as error:  # whatever a model's code may need that is not there
         logger.debug("no trial run of %s: %s", type(place.parent).__name__, error)
     finally:
         handle.remove()
     return None
-
-
-def _arguments(module: nn.Module, hidden: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """Arguments with which to call an attention module on one token, None if it wants others."""
-    positions = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
-    arguments = {}
-    for name, parameter in inspect.signature(module.forward).parameters.items():
-        if parameter.default is not parameter.empty or parameter.kind is parameter.VAR_KEYWORD:
-            continue
-        if name in ("positions", "position_ids"):
-            arguments[name] = positions
-        elif name in ("hidden_states", "x"):
-            arguments[name] = hidden
-        else:
-            return None
-    return arguments
-
-
-@contextmanager
-def _in_place_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replaces what a module computes for a while."""
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 def _named_after_gates(module: nn.Module) -> list[str]:

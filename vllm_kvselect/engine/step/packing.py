@@ -116,6 +116,7 @@ class Packing:
         """
         observer = self.request.observed_by(self._state.num_layers)
         candidates = score_layer(inputs, self.eviction, layer.kernels, observer)
+        observer.release(layer.layer_index)
         if self._kept is not None:
             candidates = self._kept.keep(layer.layer_index, candidates)
         if self._is_last(layer):

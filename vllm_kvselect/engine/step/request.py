@@ -14,6 +14,7 @@ from vllm_kvselect.methods.registry import METHODS, Method
 from vllm_kvselect.request import planned_config
 from vllm_kvselect.retention import Cut, cuts
 from vllm_kvselect.scoring.observer import Observer
+from vllm_kvselect.turns import with_context
 
 
 class PendingCut(Protocol):
@@ -44,6 +45,7 @@ class Request:
         cut: Where its entries are dropped, or None.
         phase: How far it has come.
         is_counted: Whether it was reported already; a preempted request is packed again.
+        num_found: Tokens of it that came with a compressed context, 0 if it found none.
         observer: What has seen its tokens so far; None before the first chunk and once scored.
         packing: The cut that is being made; None before it is reached and once it is made.
     """
@@ -53,6 +55,7 @@ class Request:
     cut: Cut | None
     phase: Phase = Phase.PREFILLING
     is_counted: bool = False
+    num_found: int = 0
     observer: Observer | None = None
     packing: PendingCut | None = None
 
@@ -69,12 +72,23 @@ class Request:
 
     @property
     def num_saved_blocks(self) -> int:
-        """Blocks that it would hold as well if nothing had been dropped."""
-        return self.cut.first_packed if self.cut and self.phase is Phase.PACKED else 0
+        """Blocks that it would hold as well if nothing had been dropped.
+
+        None if it found its context: these blocks would be another's, and are counted there.
+        """
+        if self.cut is None or self.phase is not Phase.PACKED or self.num_found:
+            return 0
+        return self.cut.first_packed
 
     def begin_again(self) -> None:
         """Forgets what was computed: its blocks are gone, and it is prefilled anew."""
         self.phase, self.observer, self.packing = Phase.PREFILLING, None, None
+
+    def begin_at(self, num_computed: int) -> None:
+        """Takes note of what it found in the prefix cache: past its cut that is its context."""
+        self.num_found = 0
+        if self.cut is not None and num_computed >= self.cut.position:
+            self.phase, self.num_found = Phase.PACKED, num_computed
 
     def observed_by(self, num_layers: int) -> Observer:
         """Its observer, made when its first chunk comes."""
@@ -130,17 +144,30 @@ class LiveRequests:
             if (request := self._requests.get(request_id)) is not None
         )
 
-    def update(self, scheduled: SchedulerOutput) -> None:
-        """Takes over what a step's message says of requests that end, pause and begin."""
+    def update(self, scheduled: SchedulerOutput) -> list[Request]:
+        """Takes over what a step's message says of requests that end, pause and begin.
+
+        Returns:
+            Those that begin with a context that was compressed before.
+        """
         for request_id in scheduled.finished_req_ids:
             self._requests.pop(request_id, None)
-        resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
-        for request_id in (scheduled.preempted_req_ids or set()) | resumed:
+        cached = scheduled.scheduled_cached_reqs
+        for request_id in (scheduled.preempted_req_ids or set()) | cached.resumed_req_ids:
             if request_id in self._requests:
                 self._requests[request_id].begin_again()
+        begun = []
         for new in scheduled.scheduled_new_reqs:
             # One that was preempted may come as new again: it is still the same request.
-            self._requests.setdefault(new.req_id, self._planned(new))
+            begun.append(self._requests.setdefault(new.req_id, self._planned(new)))
+            begun[-1].begin_at(new.num_computed_tokens)
+        for request_id, num_computed in zip(
+            cached.req_ids, cached.num_computed_tokens, strict=True
+        ):
+            if request_id in cached.resumed_req_ids and request_id in self._requests:
+                begun.append(self._requests[request_id])
+                begun[-1].begin_at(num_computed)
+        return [request for request in begun if request.num_found]
 
     def finish_packing(self) -> None:
         """Makes the cuts that the last step left, of the requests that still live.
@@ -159,5 +186,6 @@ class LiveRequests:
 
     def _planned(self, new: NewRequestData) -> Request:
         eviction = planned_config(self._eviction, new.sampling_params)
+        eviction = with_context(eviction, new.prompt_token_ids, self._block_size)
         num_tokens = length_from_prompt_token_ids_or_embeds(new.prompt_token_ids, new.prompt_embeds)
         return Request.planned(num_tokens, self._block_size, eviction)

@@ -177,7 +177,7 @@ class Splitter:
 
         Raises:
             RuntimeError: If the chunk of a pooled request goes on past the cut. A layer would have
-                to read what only the last one decides; `PoolScheduler` keeps it from happening.
+                to read what only the last one decides; `CutScheduler` keeps it from happening.
         """
         request, waits = rows.requests[row], self._may_wait(rows, row)
         assert request.cut is not None
@@ -193,8 +193,12 @@ class Splitter:
         return request.packing
 
     def _may_wait(self, rows: Rows, row: int) -> bool:
-        """Whether nobody reads what a request retains before the next step."""
-        return bool(rows.seq_lens[row] == rows.cut_positions[row])
+        """Whether nobody reads what a request retains before the next step.
+
+        A context is read by others: it is packed even if its own request ends here.
+        """
+        is_context = rows.requests[row].eviction.context is not None
+        return not is_context and bool(rows.seq_lens[row] == rows.cut_positions[row])
 
     def _observations(self, rows: Rows, block_table: torch.Tensor) -> list[Observation]:
         """Tokens before cuts, as far as the requests' methods have to see them."""

@@ -11,8 +11,9 @@ class RetentionState:
 
     `offsets` says where each head's pages start in the run of the request's packed pages, which
     counts through all layers (`page_table.py`). It is keyed by the id of a request's first packed
-    block, which is private to the request: it needs no request ids, survives reordering of the
-    batch and dies with the block. Block 0, vLLM's null block, keeps offsets of 0: no packed pages.
+    block, which no other packed run has: it needs no request ids, survives reordering of the batch,
+    serves all requests that share a context, and dies with the block. Block 0, vLLM's null block,
+    keeps offsets of 0: no packed pages.
 
     `stopwatch` times what is done in the step that completes a prompt, `later_stopwatch` what is
     done before the next one. `completed` lists the requests packed since the worker last took it,

@@ -5,7 +5,7 @@ output projections need a hook in vLLM's code.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,10 +28,12 @@ from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, with_eviction
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
 from vllm_kvselect.engine.step.layer import HeadwiseImpl
 from vllm_kvselect.engine.step.output_projection import find_output_projections, materialise
+from vllm_kvselect.engine.step.probe import find_probes
 from vllm_kvselect.engine.step.request import LiveRequests, Request
+from vllm_kvselect.engine.step.rotation import find_rotations
 from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.methods.registry import METHODS, Need
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
@@ -65,16 +67,18 @@ class EvictionWorker(ABC):
         self._num_saved_blocks = 0
         self._reported_seconds = 0.0
         self._report_to_send: StepReport | None = None
-        self._projection_problem: str | None = None
+        self._found: list[Request] = []
+        self._problems: dict[Need, str] = {}
 
     @notes_refusals
     def load_model(self, **kwargs: Any) -> None:
-        """Loads the model with our attention backend and binds the output projections."""
+        """Loads the model with our attention backend and binds layers to what methods need."""
         with _backend_in_place(self.replaces, self.backend):
             super().load_model(**kwargs)  # type: ignore[misc]
         self._kernels = self._load_kernels()
-        if any(METHODS[name].perturbation for name in self._methods()):
-            self._bind_output_projections()
+        self._bind("output projection", self._bind_output_projections)
+        self._bind("rotation", self._bind_rotations)
+        self._bind("probe", self._bind_probes, is_asked_for=self._eviction.probe is not None)
 
     @abstractmethod
     def _load_kernels(self) -> Kernels:
@@ -88,12 +92,12 @@ class EvictionWorker(ABC):
         """Methods that a request may run with, by default or by its own choice."""
         if "method" not in self._eviction.allow_override:
             return [self._eviction.method]
-        missing = self._projection_problem is not None
-        return [name for name, method in METHODS.items() if not (missing and method.perturbation)]
+        missing = self._problems.keys()
+        return [name for name, method in METHODS.items() if method.needs.isdisjoint(missing)]
 
-    def kv_eviction_projection_problem(self) -> str | None:
-        """Why requests cannot choose methods that read output projections, or None if they can."""
-        return self._projection_problem
+    def kv_eviction_problems(self) -> dict[Need, str]:
+        """What methods need and cannot have with this model, and why: requests are refused them."""
+        return self._problems
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """vLLM's specs, with the eviction configuration."""
@@ -170,7 +174,7 @@ class EvictionWorker(ABC):
 
     def _begin_step(self, scheduled: SchedulerOutput) -> None:
         """Takes note of what the scheduler says of a step, and packs what the last one left."""
-        self._requests.update(scheduled)
+        self._found += self._requests.update(scheduled)
         self._requests.finish_packing()
 
     def _report(self) -> StepReport | None:
@@ -184,19 +188,26 @@ class EvictionWorker(ABC):
             state.completed.clear()
         if not packed and any(request.packing for request in self._requests):
             return None
+        contexts = [
+            [request.num_found, request.cut.first_packed]
+            for request in self._found
+            if request.cut is not None and not request.is_counted
+        ]
         counted = [
             [request.num_prompt_tokens, request.cut.first_packed]
             for request in packed
             if request.cut is not None and not request.is_counted
         ]
-        for request in packed:
+        for request in (*packed, *self._found):
             request.is_counted = True
+        self._found = []
         num_saved_blocks, seconds = self._requests.num_saved_blocks, self._selection_seconds
         selection_seconds = seconds - self._reported_seconds
-        if not packed and not selection_seconds and num_saved_blocks == self._num_saved_blocks:
+        is_new = packed or contexts or selection_seconds
+        if not is_new and num_saved_blocks == self._num_saved_blocks:
             return None
         self._num_saved_blocks, self._reported_seconds = num_saved_blocks, seconds
-        return StepReport(counted, selection_seconds, num_saved_blocks)
+        return StepReport(counted, contexts, selection_seconds, num_saved_blocks)
 
     @property
     def _selection_seconds(self) -> float:
@@ -213,30 +224,50 @@ class EvictionWorker(ABC):
         padding = [None] * (batch.num_reqs - len(ids))
         return [self._requests.get(request_id) for request_id in (*ids, *padding)]
 
-    def _bind_output_projections(self) -> None:
-        """Gives each layer its W_O; without, only a default method that reads it is an error."""
+    def _bind(self, need: Need, bind: Callable[[], None], is_asked_for: bool = False) -> None:
+        """Gives the layers what methods need.
+
+        Without it, only a default method's need is an error, and what the operator asked for.
+        """
+        if not any(need in METHODS[name].needs for name in self._methods()):
+            return
         try:
-            projections = find_output_projections(
-                self.model_runner.get_model(), self.model_config.dtype, self.device
-            )
+            bind()
         except ConfigError as error:
             default = METHODS.get(self._eviction.method)
-            if default is not None and default.perturbation:
+            if is_asked_for or (default is not None and need in default.needs):
                 raise
-            self._projection_problem = str(error)
+            self._problems[need] = str(error)
             logger.warning("%s; requests that choose them are refused", error)
-            return
-        for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
-            if not isinstance(layer.impl, HeadwiseImpl):
-                continue
-            projection = materialise(
-                projections[name],
-                layer.num_kv_heads,
-                layer.head_size_v,
-                self.model_config.dtype,
-                self.device,
-            )
+
+    def _bind_output_projections(self) -> None:
+        """Gives each layer its W_O."""
+        dtype = self.model_config.dtype
+        projections = find_output_projections(self.model_runner.get_model(), dtype, self.device)
+        for name, layer in self._headwise_layers():
+            sizes = layer.num_kv_heads, layer.head_size_v
+            projection = materialise(projections[name], *sizes, dtype, self.device)
             layer.impl.output_projection = self._prepared(projection)
+
+    def _bind_rotations(self) -> None:
+        """Gives each layer its rotary embedding."""
+        model = self.model_runner.get_model()
+        rotations = find_rotations(model, self.model_config, self.device)
+        for name, layer in self._headwise_layers():
+            layer.impl.rotation = rotations.get(name)
+
+    def _bind_probes(self) -> None:
+        """Gives each layer its part of the model's probe."""
+        layers = dict(self._headwise_layers())
+        found = find_probes(self.vllm_config, self._eviction.probe, layers.items(), self.device)
+        for name, layer in layers.items():
+            layer.impl.probe = found[name]
+
+    def _headwise_layers(self) -> Iterator[tuple[str, Attention]]:
+        """Attention layers of our backend, by name."""
+        for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
+            if isinstance(layer.impl, HeadwiseImpl):
+                yield name, layer
 
 
 @contextmanager

@@ -9,6 +9,9 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.progress import track
+
 from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.evaluation.examples import Example, TokenIds
 from vllm_kvselect.evaluation.settings import EvaluationConfig
@@ -19,6 +22,7 @@ from vllm_kvselect.evaluation.suites.ruler_questions import (
     questions,
     right_answer,
 )
+from vllm_kvselect.evaluation.suites.tasks import chosen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,17 +47,15 @@ def ruler(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase") -> lis
     if config.data:
         raise EvaluationError(f"ruler takes its data from {PACKAGE.requirement}: leave out --data")
     known = ruler_tasks()
-    unknown = [name for name in config.tasks if name not in known]
-    if unknown:
-        raise EvaluationError(
-            f"RULER has no task {', '.join(unknown)}; there are {', '.join(known)}"
-        )
+    made = list(product(chosen(config.tasks, known), config.lengths or LENGTHS))
+    console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         suite = _Suite(config, tokenizer, Generator(Path(folder), config.num_examples, config.seed))
+        # The first run of all: RULER's generators may take minutes. What they made is kept.
         return [
             example
-            for name, length in product(config.tasks or known, config.lengths or LENGTHS)
+            for name, length in track(made, "texts", console=console, transient=True)
             for example in suite.examples(known[name], length)
         ]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.cache_dir import default_cache_dir
 from vllm_kvselect.evaluation.suites import ruler_runner
 from vllm_kvselect.evaluation.suites.ruler_package import PACKAGE, Task
-from vllm_kvselect.tiny_model import default_cache_dir
 
 PUBLISHED_SEED = 42
 """What RULER itself uses, whatever `--random_seed` says; our seed 0."""

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "allocation.h"
+#include "probe.h"
 #include "selection.h"
 #include "tiles.h"
 #include "two_stages.h"
@@ -27,15 +28,35 @@ auto dispatch(at::ScalarType stored, at::ScalarType multiplied, const Function& 
   return function(wide, wide);
 }
 
-// Pooled over `kernel_size` neighbouring tokens; `sinks` are [num_heads] float.
-Tensor snapkv_scores(const Tensor& query, const Tensor& key, double scale, int64_t kernel_size,
-                     const std::optional<Tensor>& sinks, at::ScalarType multiplied) {
+// The mean over the window's rows, or the maximum, pooled over `kernel_size` neighbouring tokens; `sinks`
+// are [num_heads] float.
+Tensor window_attention(const Tensor& query, const Tensor& key, double scale, int64_t kernel_size,
+                        const std::optional<Tensor>& sinks, at::ScalarType multiplied, bool largest) {
   TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1);
   TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->numel() == query.size(1)));
   const Tensor attention = dispatch(key.scalar_type(), multiplied, [&](auto t, auto m) {
-    return WindowAttention<element<decltype(t)>, element<decltype(m)>>(query, key, scale, sinks).mean();
+    using Attention = WindowAttention<element<decltype(t)>, element<decltype(m)>>;
+    return Attention(query, key, scale, sinks).over_rows(largest);
   });
   return max_pool(attention, kernel_size);
+}
+
+// What a probe says of a chunk's tokens. Tables are [num_tokens, pairs] float, and may have no pairs.
+Tensor probe_scores(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& weights,
+                    const Tensor& cos, const Tensor& sin, int64_t first_position, double per_token) {
+  const int64_t group = query.size(1) / key.size(0), head_size = key.size(2);
+  TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1);
+  TORCH_CHECK(query.size(0) == key.size(1) && value.sizes() == key.sizes());
+  TORCH_CHECK(weights.is_contiguous() && weights.size(0) == key.size(0));
+  TORCH_CHECK(weights.size(1) == (group + 2) * head_size + 1);
+  TORCH_CHECK(cos.sizes() == sin.sizes() && cos.size(0) == key.size(1) && 2 * cos.size(1) <= head_size);
+  TORCH_CHECK(cos.stride(1) == 1 && sin.stride(1) == 1);
+  Tensor scores = at::empty({key.size(0), key.size(1)}, key.options().dtype(at::kFloat));
+  dispatch(key.scalar_type(), at::kFloat, [&](auto t, auto) {
+    const Probe<element<decltype(t)>> probe{query, key, value, weights, cos, sin};
+    probe.score(first_position, per_token, scores);
+  });
+  return scores;
 }
 
 // The weight in the order and in the type in which it is multiplied.
@@ -182,8 +203,11 @@ Tensor read_entries(const Tensor& cache, const Tensor& slots, const Tensor& plac
 TORCH_LIBRARY(vllm_kvselect, library) {
   using namespace kvselect;
   library.def(
-      "snapkv_scores(Tensor query, Tensor key, float scale, int kernel_size, Tensor? sinks, "
-      "ScalarType multiplied) -> Tensor", snapkv_scores);
+      "window_attention(Tensor query, Tensor key, float scale, int kernel_size, Tensor? sinks, "
+      "ScalarType multiplied, bool largest) -> Tensor", window_attention);
+  library.def(
+      "probe_scores(Tensor query, Tensor key, Tensor value, Tensor weights, Tensor cos, Tensor sin, "
+      "int first_position, float per_token) -> Tensor", probe_scores);
   library.def("pack_weight(Tensor weight, ScalarType multiplied) -> Tensor", pack_weight);
   library.def("value_norms(Tensor value, Tensor packed, int group) -> Tensor", value_norms);
   library.def(

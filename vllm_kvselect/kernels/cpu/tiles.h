@@ -27,6 +27,10 @@ inline float sum_lanes(const Vec& vec) {
   return at::vec::vec_reduce_all<float>([](Vec& x, Vec& y) { return x + y; }, vec);
 }
 
+inline float largest_lane(const Vec& vec) {
+  return at::vec::vec_reduce_all<float>([](Vec& x, Vec& y) { return at::vec::maximum(x, y); }, vec);
+}
+
 // The right operand of brgemm, [depth, columns]: elements narrower than float stand in pairs of
 // neighbours along the depth, [depth / 2, columns, 2].
 template <typename M>

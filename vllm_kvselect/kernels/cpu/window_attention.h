@@ -1,4 +1,5 @@
-// Window attention, averaged over the queries: scoring/snapkv.py. Weights are computed relative to their
+// Window attention, its mean or its maximum over the queries: scoring/snapkv.py and
+// scoring/defensivekv.py. Weights are computed relative to their
 // tile's maximum; a KV head's first ones are kept, [num_tokens, rows] float, until the whole row's
 // denominator is known, as many as a core's cache holds. The rest are computed again.
 #pragma once
@@ -46,13 +47,15 @@ class WindowAttention {
     if (sinks) spread(sinks->const_data_ptr<float>(), scale);
   }
 
-  // [num_kv_heads, num_tokens - window] float
-  Tensor mean() {
+  // The mean over the rows, or the maximum, [num_kv_heads, num_tokens - window] float.
+  Tensor over_rows(bool largest) {
     Tensor scores = at::empty({num_kv_heads_, num_tokens_ - window_}, key_.options().dtype(at::kFloat));
     for (int64_t head = 0; head < num_kv_heads_; ++head) {
       compute_weights(head);
       normalize(&sinks_[head * padded_rows_]);
-      average(head, scores.mutable_data_ptr<float>() + head * (num_tokens_ - window_));
+      float* out = scores.mutable_data_ptr<float>() + head * (num_tokens_ - window_);
+      if (largest) reduce<true>(head, out);
+      else reduce<false>(head, out);
     }
     return scores;
   }
@@ -143,7 +146,8 @@ class WindowAttention {
       std::fill_n(&sums_[tile * padded_rows_ + num_rows_], padded_rows_ - num_rows_, 0.f);
   }
 
-  void average(int64_t head, float* scores) {
+  template <bool kLargest>
+  void reduce(int64_t head, float* scores) {
     const int64_t num_scored = num_tokens_ - window_;
     parallel_tiles<M>(tiles_.count, [&] {
       return [&, keys = tile_keys(), logits = tile_buffer(), other = tile_buffer()](int64_t tile) mutable {
@@ -152,10 +156,14 @@ class WindowAttention {
         const float* weights = tile < num_kept_ ? &kept_[tile * tiles_.size * padded_rows_] : other.data();
         const int64_t last = std::min((tile + 1) * tiles_.size, num_scored);
         for (int64_t token = tile * tiles_.size; token < last; ++token, weights += padded_rows_) {
-          Vec sum(0.f);
-          for (int64_t r = 0; r < padded_rows_; r += kLanes)
-            sum = at::vec::fmadd(Vec::loadu(weights + r), Vec::loadu(&factors[r]), sum);
-          scores[token] = sum_lanes(sum);
+          Vec result(0.f);
+          for (int64_t r = 0; r < padded_rows_; r += kLanes) {
+            const Vec weight = Vec::loadu(weights + r), factor = Vec::loadu(&factors[r]);
+            if constexpr (kLargest) result = at::vec::maximum(result, weight * factor);
+            else result = at::vec::fmadd(weight, factor, result);
+          }
+          // The factors are those of a mean.
+          scores[token] = kLargest ? largest_lane(result) * num_rows_ : sum_lanes(result);
         }
       };
     });

@@ -16,7 +16,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.triton.pooling import pool
 from vllm_kvselect.kernels.triton.products import multiply, padded, tile_size
 from vllm_kvselect.kernels.triton.selection import rows
-from vllm_kvselect.scoring import snapkv
+from vllm_kvselect.scoring import defensivekv, snapkv
 from vllm_kvselect.scoring.inputs import ScoringInputs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -38,6 +38,13 @@ def snapkv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor
         inputs.query, inputs.key, inputs.scale, config.group_reduction, inputs.sinks
     )
     return pool(attention, config.pooling, config.kernel_size)
+
+
+def mean_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
+    """Twin of `scoring.defensivekv.mean_attention`."""
+    if inputs.query.dtype not in DTYPES:
+        return defensivekv.mean_attention(inputs, config)
+    return window_attention(inputs.query, inputs.key, inputs.scale, "mean", inputs.sinks)
 
 
 def window_attention(

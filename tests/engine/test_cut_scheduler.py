@@ -7,7 +7,7 @@ import pytest
 from tests.engine.simulated_server import Server, Settings
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.scheduler import block_manager
-from vllm_kvselect.engine.scheduler.pool_scheduler import PoolAsyncScheduler, PoolScheduler
+from vllm_kvselect.engine.scheduler.cut_scheduler import CutAsyncScheduler, CutScheduler
 from vllm_kvselect.retention import Cut, Cuts
 
 PROMPT = [*range(100)]
@@ -19,7 +19,7 @@ class RecordingServer(Server):
     def __init__(self, method: str, **settings: Any) -> None:
         eviction = EvictionConfig.parse({"method": method, "budget": 20, "window": 4})
         is_async = settings.get("async_scheduling", False)
-        scheduler_class = PoolAsyncScheduler if is_async else PoolScheduler
+        scheduler_class = CutAsyncScheduler if is_async else CutScheduler
         super().__init__(Settings(eviction=eviction, **settings), scheduler_class=scheduler_class)
         self.chunks: list[tuple[int, int]] = []
 

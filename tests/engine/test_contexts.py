@@ -1,0 +1,179 @@
+"""Contexts on a real engine: compressed once, read by many, and right for everyone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import Answer, Engine, EngineFactory, preempting_all
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
+from vllm_kvselect.retention import cuts
+
+pytestmark = pytest.mark.engine
+
+CONTEXT, QUESTIONS = 700, 8
+BORDER = CONTEXT // 32
+EVICTION = {
+    "method": "layer-keydiff-perturb",
+    "budget": 0.25,
+    "allow_override": ["method", "budget", "context"],
+    "check_integrity": True,
+}
+METHODS = ("layer-keydiff-perturb", "adakv-perturb", "expected-attention", "layer-defensivekv")
+(CUT,) = cuts(CONTEXT, 32, EvictionConfig(budget=0.25, context=CONTEXT))
+
+
+@pytest.fixture(scope="module")
+def prompts(text_tokens: list[int]) -> list[list[int]]:
+    """Questions of different length over one context."""
+    context = text_tokens[:CONTEXT]
+    # Each begins with a token of its own, so that nothing but the context is the same.
+    return [
+        [*context, 1000 + i, *text_tokens[2000 + 90 * i : 2040 + 97 * i]] for i in range(QUESTIONS)
+    ]
+
+
+def marked(number: int = 1, **values: Any) -> list[dict[str, Any]]:
+    return [{"kv_eviction_context": CONTEXT, **values}] * number
+
+
+def alone(
+    start_engine: EngineFactory, prompts: Sequence[list[int]], settings: Sequence[dict[str, Any]]
+) -> list[Answer]:
+    """Answers of an engine that finds nothing."""
+    with start_engine(EVICTION, 200, enable_prefix_caching=False) as engine:
+        return engine.generate_alone(prompts, 24, settings)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_question_gets_the_answer_that_it_gets_alone(
+    start_engine: EngineFactory, prompts: list[list[int]], method: str
+) -> None:
+    settings = marked(QUESTIONS, kv_eviction=method)
+    with start_engine(EVICTION, 200) as engine:
+        assert isinstance(engine.scheduler, CutScheduler)
+        hits = engine.record_hits()
+        first = engine.generate(prompts[:1], 24, settings[:1])
+        others = engine.generate(prompts[1:], 24, settings[1:])
+        assert hits == [0] + [32 * BORDER] * (QUESTIONS - 1)
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == 1
+        assert engine.blocks_in_use() == 0
+    assert first + others == alone(start_engine, prompts, settings)
+
+
+def test_who_comes_at_once_waits_for_the_one_that_compresses(
+    start_engine: EngineFactory, prompts: list[list[int]]
+) -> None:
+    own = [-(-(len(prompt) + 24) // 32) - BORDER for prompt in prompts]
+    with start_engine(EVICTION, 200, max_num_batched_tokens=256) as engine:
+        held: list[int] = []
+        hits, schedule = engine.record_hits(), engine.scheduler.schedule
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            held.append(engine.blocks_in_use())
+            return output
+
+        engine.scheduler.schedule = record  # type: ignore[method-assign]
+        answers = engine.generate(prompts, 24, marked(QUESTIONS))
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == 1
+    assert hits == [0] + [32 * BORDER] * (QUESTIONS - 1)
+    # One compressed context, and each one's own; while the first one computes, no other does.
+    assert max(held) <= max(BORDER, BORDER - CUT.first_packed + sum(own))
+    assert answers == alone(start_engine, prompts, marked(QUESTIONS))
+
+
+def test_the_next_turn_finds_question_and_answer(
+    start_engine: EngineFactory, prompts: list[list[int]], text_tokens: list[int]
+) -> None:
+    turns, answers = [prompts[1]], []
+    with start_engine(EVICTION, 200) as engine:
+        hits = engine.record_hits()
+        for turn in range(4):
+            answers += engine.generate([turns[-1]], 40, marked())
+            again = text_tokens[5000 + 50 * turn : 5030 + 50 * turn]
+            turns.append(turns[-1] + answers[-1].token_ids + again)
+    # All full blocks of the turn before, but for the last token's, which nobody computed.
+    assert hits == [0, *((len(turn) + 39) // 32 * 32 for turn in turns[:3])]
+    with start_engine(EVICTION, 200, enable_prefix_caching=False) as engine:
+        assert answers == engine.generate_alone(turns[:4], 40, marked(4))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kv_eviction": "keydiff"},
+        {"kv_eviction_budget": 0.5},
+        {"kv_eviction_context": CONTEXT - 32},
+        {"kv_eviction": "none"},
+    ],
+)
+def test_other_settings_find_nothing_that_was_compressed(
+    start_engine: EngineFactory, prompts: list[list[int]], change: dict[str, Any]
+) -> None:
+    settings = [marked()[0] | change]
+    with start_engine(EVICTION, 200) as engine:
+        engine.generate(prompts[:1], 4, marked())
+        hits = engine.record_hits()
+        answers = engine.generate(prompts[1:2], 24, settings)
+    # The blocks that were freed are stock's, and serve whoever needs them uncompressed.
+    budget = change.get("kv_eviction_budget", 0.25)
+    own = cuts(len(prompts[1]), 32, EvictionConfig(budget=budget, context=CONTEXT))
+    assert hits == [32 * min(CUT.first_packed, own.first_private)]
+    assert answers == alone(start_engine, prompts[1:2], settings)
+
+
+def test_another_salt_finds_nothing(start_engine: EngineFactory, prompts: list[list[int]]) -> None:
+    with start_engine(EVICTION, 200) as engine:
+        hits = engine.record_hits()
+        for salt in ("a", "b", "a"):
+            params = engine.sampling(4, marked()[0])
+            prompt = {"prompt_token_ids": prompts[0], "cache_salt": salt}
+            engine.llm.generate([prompt], params, use_tqdm=False)
+    assert hits == [0, 0, (len(prompts[0]) - 1) // 32 * 32]
+
+
+def test_preempted_readers_find_their_context_again(
+    start_engine: EngineFactory, prompts: list[list[int]]
+) -> None:
+    with start_engine(EVICTION, 200) as engine, preempting_all(num_answering=4) as generated:
+        answers = engine.generate(prompts[:4], 24, marked(4))
+    assert len(generated) == 4
+    assert answers == alone(start_engine, prompts[:4], marked(4))
+
+
+def test_a_context_for_one_token_is_compressed_and_found(
+    start_engine: EngineFactory, prompts: list[list[int]]
+) -> None:
+    with start_engine(EVICTION, 200) as engine:
+        hits = engine.record_hits()
+        engine.generate(prompts[:1], 1, marked())
+        answers = engine.generate(prompts[1:2], 24, marked())
+    assert hits == [0, 32 * BORDER]
+    assert answers == alone(start_engine, prompts[1:2], marked())
+
+
+def test_half_a_context_is_never_found(
+    start_engine: EngineFactory, prompts: list[list[int]], text_tokens: list[int]
+) -> None:
+    """Others take the memory of some of its blocks; the rest is of no use."""
+    with start_engine(EVICTION, 40, max_model_len=1200) as engine:
+        engine.generate(prompts[:1], 4, marked())
+        assert _num_named(engine) == BORDER - CUT.first_packed
+        engine.generate([text_tokens[9000:10150]], 4, [{"kv_eviction": "none"}])
+        left = _num_named(engine)
+        assert 0 < left < BORDER - CUT.first_packed
+        hits = engine.record_hits()
+        answers = engine.generate(prompts[1:3], 24, marked(2))
+        assert hits[0] < CUT.position
+        assert hits[-1] == 32 * BORDER
+        assert _num_named(engine) >= BORDER - CUT.first_packed
+    assert answers == alone(start_engine, prompts[1:3], marked(2))
+
+
+def _num_named(engine: Engine) -> int:
+    """Packed blocks of contexts that the pool holds by their names."""
+    (manager,) = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
+    names = manager._names
+    return sum(names._cached(name) is not None for given in names._given.values() for name in given)

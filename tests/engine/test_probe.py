@@ -1,0 +1,104 @@
+"""The probe is bound to the heads that it is of, or the start, or a request, is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine.conftest import EngineFactory
+from tests.engine.random_models import random_llama
+from tests.engine.test_unreadable_projections import (  # noqa: F401 (fixtures)
+    PROMPT,
+    engine_in_this_process,
+    params,
+    start,
+)
+from tests.probe_files import probe_of
+from vllm_kvselect.config import ConfigError
+from vllm_kvselect.engine.frontend.requests import RequestRefusedError
+from vllm_kvselect.probes import places
+from vllm_kvselect.probes.places import default_path
+
+pytestmark = pytest.mark.engine
+REFUSED = "methods that need a calibrated probe cannot be used: "
+
+
+@pytest.fixture
+def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of which nobody has a probe."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return random_llama(tmp_path / "llama")
+
+
+def probes(llm: Any) -> list[torch.Tensor | None]:
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    return [layer.impl.probe for layer in layers]
+
+
+def answer(llm: Any, method: str | None) -> list[int]:
+    (answered,) = llm.generate(PROMPT, params(method), use_tqdm=False)
+    return list(answered.outputs[0].token_ids)
+
+
+def test_every_layer_has_its_own_weights(shallow_model: Path, start_engine: EngineFactory) -> None:
+    with start_engine({"method": "layer-probe"}, 80) as engine:
+        found = [impl.probe for impl in engine.impls]
+    for probe, expected in zip(found, load_file(probe_of(shallow_model))["weights"], strict=True):
+        assert torch.equal(probe, expected)
+
+
+def test_methods_that_do_not_need_a_probe_read_none(start_engine: EngineFactory) -> None:
+    with start_engine({"method": "keydiff", "probe": "no such file"}, 80) as engine:
+        assert all(impl.probe is None for impl in engine.impls)
+
+
+def test_without_a_probe_the_start_is_refused_with_the_command_that_makes_one(llama: Path) -> None:
+    remedy = rf"{REFUSED}there is no probe of {llama}; .*`vllm-kvselect calibrate {llama}`"
+    with pytest.raises(ConfigError, match=remedy):
+        start(llama, method="layer-probe")
+
+
+def test_without_a_probe_other_methods_serve_and_requests_for_it_are_refused(llama: Path) -> None:
+    llm = start(llama, method="adakv", allow_override=["method"])
+    try:
+        assert len(answer(llm, "keydiff")) == 4
+        with pytest.raises(RequestRefusedError, match=rf"{REFUSED}there is no probe of") as caught:
+            answer(llm, "ada-probe-perturb")
+        assert caught.value.parameter == "extra_args.kv_eviction"
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def test_what_calibrate_left_in_the_cache_is_found(llama: Path) -> None:
+    written = probe_of(llama)
+    fingerprint = places.Probe.load(written).facts.model.fingerprint
+    kept = default_path("former-name", fingerprint)
+    kept.parent.mkdir(parents=True)
+    written.rename(kept)
+    llm = start(llama, method="layer-probe")
+    try:
+        assert torch.equal(torch.stack(probes(llm)), load_file(kept)["weights"])
+        assert len(answer(llm, None)) == 4
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.parametrize(
+    "eviction",
+    [{"method": "probe"}, {"method": "adakv", "allow_override": ["method"]}],
+    ids=["the server's method", "a method that requests may choose"],
+)
+def test_a_named_file_of_another_model_is_refused_at_the_start(
+    eviction: dict[str, Any], llama: Path, shallow_model: Path
+) -> None:
+    other = probe_of(shallow_model)
+    reason = rf"{REFUSED}{other} is the probe of {shallow_model.name}, whose weights are not those"
+    with pytest.raises(ConfigError, match=reason):
+        start(llama, probe=str(other), **eviction)
+
+
+def test_a_named_file_that_is_not_there_is_refused(llama: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{REFUSED}there is no file /no/such; make it with"):
+        start(llama, method="probe", probe="/no/such")

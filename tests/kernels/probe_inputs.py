@@ -1,0 +1,57 @@
+"""A chunk as a probe reads it, and how far a twin of `imitated_scores` may be off."""
+
+from dataclasses import replace
+
+import torch
+from hypothesis import strategies as st
+
+from tests.strategies import Shape, random_layer, rotation
+from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.probe import PER_TOKEN, imitated_scores, probe_features
+from vllm_kvselect.scoring.rotation import Rotation
+
+ROTATIONS = st.sampled_from(("none", "halves", "neighbours", "stretched"))
+
+
+def rotated_by(kind: str, head_size: int) -> Rotation | None:
+    """A rotation of all channels but the last two, or none."""
+    turn = rotation(head_size)
+    rotations = {
+        "none": None,
+        "halves": turn,
+        "neighbours": replace(turn, interleaved=True),
+        "stretched": Rotation(1.5 * turn.cos, 1.5 * turn.sin),
+    }
+    return rotations[kind]
+
+
+def probe_inputs(shape: Shape, seed: int, dtype: torch.dtype, kind: str) -> ScoringInputs:
+    """Queries, keys and values as a fused projection writes them: parts of the same rows."""
+    layer = random_layer(shape, seed, dtype)
+    # [num_kv_heads, num_tokens, head_size] -> [num_tokens, num_kv_heads, head_size]
+    parts = layer.prompt_query, *(part.transpose(0, 1) for part in (layer.key, layer.value))
+    fused = torch.cat(parts, dim=1)
+    query, key, value = fused.split((shape.num_heads, *[shape.num_kv_heads] * 2), dim=1)
+    tensors = query, key.transpose(0, 1), value.transpose(0, 1)
+    rotation = rotated_by(kind, shape.head_size)
+    return ScoringInputs(*tensors, shape.scale, rotation=rotation, probe=layer.probe)
+
+
+def check_imitated(scores: torch.Tensor, inputs: ScoringInputs, first_position: int) -> None:
+    """Compares a twin's scores with those of the reference in float64.
+
+    A sum of n products is off by n eps of the sum of their magnitudes; those of a rotated pair are
+    at most twice its larger channel before the rotation. An exponential is off, relatively, by as
+    much as its argument, and by an eps of its own.
+    """
+    names = ("query", "key", "value", "probe")
+    exact = replace(inputs, **{name: getattr(inputs, name).double() for name in names})
+    expected = imitated_scores(exact, first_position)
+    assert scores.dtype == torch.float32
+    assert inputs.probe is not None
+    largest = probe_features(exact, first_position).abs().amax(dim=2)
+    magnitudes = 2 * largest * inputs.probe.double().abs().sum(dim=0)[:, None]
+    terms = inputs.probe.shape[0] + 8
+    position = PER_TOKEN * (first_position + inputs.key.shape[1])
+    bound = terms * torch.finfo(torch.float32).eps * (magnitudes + position + 1)
+    assert ((scores - expected).abs() <= bound * expected).all()

@@ -1,0 +1,37 @@
+"""Probes with random weights for the models of the tests: they pass for calibrated ones."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.strategies import random_probe
+from vllm_kvselect.probes.file import ModelFacts, Probe, ProbeFacts, QualityFacts
+from vllm_kvselect.probes.fingerprint import fingerprint
+
+
+@cache
+def probe_of(model: Path) -> Path:
+    """Writes a probe of a model beside its folder; features of real layers are a few units long."""
+    config = json.loads((model / "config.json").read_text())
+    sizes: dict[str, Any] = {
+        "num_layers": config["num_hidden_layers"],
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": config["num_key_value_heads"],
+        "head_size": config["head_dim"],
+    }
+    facts = ModelFacts(name=model.name, fingerprint=fingerprint(str(model)), **sizes)
+    group = facts.num_heads // facts.num_kv_heads
+    weights = [
+        0.2 * random_probe(facts.num_kv_heads, group, facts.head_size, seed=index)
+        for index in range(facts.num_layers)
+    ]
+    quality = QualityFacts(
+        num_tokens=1, num_tokens_left_out=1, correlations=(), correlation=0.0, overlap=0.0
+    )
+    path = model.parent / f"{model.name}-probe.safetensors"
+    probe_facts = ProbeFacts(written_by="tests", model=facts, settings={}, quality=quality)
+    Probe(torch.stack(weights), probe_facts).save(path)
+    return path

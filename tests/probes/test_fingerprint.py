@@ -1,0 +1,63 @@
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from vllm_kvselect.config import ConfigError
+from vllm_kvselect.probes.fingerprint import fingerprint
+
+
+def test_a_copy_has_the_same_in_one_file_or_many(
+    llama: PreTrainedModel, llama_folder: Path, tmp_path: Path
+) -> None:
+    llama.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert fingerprint(str(tmp_path)) == fingerprint(str(llama_folder))
+
+
+def test_other_weights_have_another(
+    llama: PreTrainedModel, llama_folder: Path, tmp_path: Path
+) -> None:
+    weights = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
+    weights["model.layers.0.self_attn.k_proj.weight"][0, 0] += 1e-3
+    llama.save_pretrained(tmp_path, state_dict=weights)
+    assert fingerprint(str(tmp_path)) != fingerprint(str(llama_folder))
+
+
+def test_other_data_types_have_another(
+    llama: PreTrainedModel, llama_folder: Path, tmp_path: Path
+) -> None:
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in llama.state_dict().items()}
+    llama.save_pretrained(tmp_path, state_dict=weights)
+    assert fingerprint(str(tmp_path)) != fingerprint(str(llama_folder))
+
+
+def test_a_model_of_the_hub_is_read_where_it_was_downloaded_to(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Laid out as huggingface_hub keeps it; any use of the network fails the test."""
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was asked"))
+    repository = tmp_path / "models--some--model"
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    for revision, name in (("main", "a" * 40), ("old", "b" * 40)):
+        (repository / "refs" / revision).write_text(name)
+    (repository / "snapshots" / ("a" * 40)).symlink_to(llama_folder)
+    (repository / "snapshots" / ("b" * 40)).mkdir()
+    assert fingerprint("some/model", download_dir=tmp_path) == fingerprint(str(llama_folder))
+    for revision in ("old", "none"):
+        with pytest.raises(ConfigError, match=r"some/model has no \.safetensors files"):
+            fingerprint("some/model", revision, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["no/such-model", "s3://bucket/model"])
+def test_a_model_that_is_not_here_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} has no \.safetensors files on this machine"):
+        fingerprint(name, download_dir=tmp_path)
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ConfigError, match=r"has no \.safetensors files"):
+        fingerprint(str(tmp_path))

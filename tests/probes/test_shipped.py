@@ -1,0 +1,21 @@
+"""The small model's probe comes with the package."""
+
+from pathlib import Path
+
+import pytest
+
+from vllm_kvselect.probes.fingerprint import fingerprint
+from vllm_kvselect.probes.places import find_probe
+from vllm_kvselect.tiny_model import NAME, tiny_model
+
+
+def test_the_small_models_probe_is_found_without_any_file_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(tiny_model())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    probe, path = find_probe(model, fingerprint(model), None)
+    assert path.parent.name == "shipped"
+    assert probe.facts.model.name == NAME
+    assert probe.facts.quality.correlation > 0.9
+    assert probe.weights.isfinite().all()

@@ -1,0 +1,1 @@
+"""Calibration: a linear probe that imitates a costly query-agnostic score, fitted per model."""

@@ -1,0 +1,71 @@
+"""The one configuration of a calibration: frozen, validated once, unknown keys are errors."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_kvselect.analysis.parsing import parsed
+
+KINDS: dict[str, tuple[str, str | None]] = {
+    "prose": ("passage", "sotu"),
+    "code": ("passage", "stdlib"),
+    "needles": ("needle", "sotu"),
+    "pairs": ("pairs", None),
+}
+"""Kinds of texts: `(task, source)`, names of `analysis/tasks.py` and `analysis/texts.py`;
+None for a task that makes up its texts."""
+
+
+class CalibrationConfig(BaseModel):
+    """Which model is calibrated, on which texts, and how.
+
+    Attributes:
+        model: Folder or hub name of a causal language model; empty for the small model.
+        texts: Kinds of texts, keys of `KINDS` or folders with texts. Each gives as many tokens.
+        tokens: Tokens to fit to, about. A quarter of that comes on top, left out of the fit, to
+            tell how good it is.
+        length: Tokens per text.
+        chunk_size: Tokens that the teacher repeats in one go.
+        ridge: Penalty of large weights; see `NormalEquations.solve`.
+        seed: Decides the texts.
+        dtype: Of weights and activations.
+        out: File to write; None for one in the user's cache, named after the model.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = ""
+    texts: Annotated[tuple[str, ...], Field(min_length=1)] = tuple(KINDS)
+    tokens: Annotated[int, Field(ge=1)] = 32_000
+    length: Annotated[int, Field(ge=256)] = 1000
+    chunk_size: Annotated[int, Field(ge=1)] = 2048
+    ridge: Annotated[float, Field(gt=0)] = 1e-3
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    out: Path | None = None
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> Self:
+        """Validates plain values.
+
+        Args:
+            values: Field names and values.
+
+        Returns:
+            The frozen configuration.
+
+        Raises:
+            EvaluationError: If a value is not accepted.
+        """
+        return parsed(cls, values)
+
+    @property
+    def num_texts(self) -> int:
+        """Texts of each kind to fit to."""
+        return max(1, round(self.tokens / self.length / len(self.texts)))
+
+    @property
+    def num_left_out(self) -> int:
+        """Texts of each kind that only tell how good the fit is."""
+        return max(1, round(self.num_texts / 4))

@@ -1,0 +1,57 @@
+"""What a probe reads of a text, and what it should say about it."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_kvselect.analysis.capture import capture
+from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.analysis.kvzip import Replay, kvzip_scores
+from vllm_kvselect.analysis.rotations import UnknownRotation
+from vllm_kvselect.calibration.settings import CalibrationConfig
+from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.probe import probe_features
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def samples(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    context: list[int],
+    config: CalibrationConfig,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Features and targets of a text, layer by layer.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        context: Token ids of the text.
+        config: What is imitated.
+
+    Yields:
+        Features `[num_kv_heads, num_tokens, num_features]` and logarithms of the score to imitate
+        `[num_kv_heads, num_tokens]`.
+
+    Raises:
+        EvaluationError: If the model does not attend plainly, or its rotations are not known.
+    """
+    layers = capture(model, context)
+    scores = kvzip_scores(model, tokenizer, layers, context, Replay(config.chunk_size))
+    for layer, of_layer in zip(layers, scores, strict=True):
+        if isinstance(layer.rotation, UnknownRotation):
+            raise EvaluationError(
+                "a probe reads queries and keys as they were before their positions, and of this "
+                f"model they are not known: {layer.rotation.reason}"
+            )
+        inputs = ScoringInputs(
+            layer.query, layer.key, layer.value, layer.scale, rotation=layer.rotation
+        )
+        yield probe_features(inputs), logarithm(of_layer)
+
+
+def logarithm(scores: torch.Tensor) -> torch.Tensor:
+    """The logarithm of KVzip's scores, `[num_kv_heads, num_tokens]`; finite, also of 0."""
+    return scores.clamp(min=torch.finfo(scores.dtype).tiny).log()

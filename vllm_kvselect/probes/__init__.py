@@ -1,0 +1,1 @@
+"""Calibrated probes in files: what they are of, and where they are found."""

@@ -1,0 +1,145 @@
+"""Probes in files: weights as safetensors, and what they are of as its metadata."""
+
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from vllm_kvselect.config import ConfigError
+from vllm_kvselect.scoring.probe import num_features
+
+VERSION: Final = 1
+"""Raised whenever a file of before would be read wrongly: other features, another order of them."""
+
+_FORMAT, _FACTS, _WEIGHTS = "vllm-kvselect-probe", "facts", "weights"
+
+
+class ModelFacts(BaseModel):
+    """The model that a probe was fitted to.
+
+    Attributes:
+        name: For people; a model may have moved.
+        fingerprint: Of its weights; a probe is of use with these alone.
+        num_layers: Layers that attend.
+        num_heads: Query heads per layer.
+        num_kv_heads: KV heads per layer.
+        head_size: Size of queries, keys and values.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    fingerprint: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of the weights, `[num_layers, num_features, num_kv_heads]`."""
+        features = num_features(self.num_heads // self.num_kv_heads, self.head_size)
+        return self.num_layers, features, self.num_kv_heads
+
+
+class QualityFacts(BaseModel):
+    """How well a probe imitates its teacher on texts that were left out of the fit.
+
+    Attributes:
+        num_tokens: Tokens that it was fitted to.
+        num_tokens_left_out: Tokens that it is judged by.
+        correlations: Of the logarithms of probe and teacher, over a layer's heads and tokens.
+        correlation: The same over all layers.
+        overlap: Share of the teacher's best quarter of all entries that the probe finds.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_tokens: int
+    num_tokens_left_out: int
+    correlations: tuple[float, ...]
+    correlation: float
+    overlap: float
+
+
+class ProbeFacts(BaseModel):
+    """All that is known of a probe.
+
+    Attributes:
+        version: Of the format.
+        written_by: Version of this package.
+        model: The model.
+        settings: Fields of `CalibrationConfig` that the probe depends on.
+        quality: How good it is.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = VERSION
+    written_by: str
+    model: ModelFacts
+    settings: dict[str, Any]
+    quality: QualityFacts
+
+
+class Probe(NamedTuple):
+    """A probe and what is known of it.
+
+    Attributes:
+        weights: `[num_layers, num_features, num_kv_heads]` float32; see `scoring/probe.py`.
+        facts: What they are of.
+    """
+
+    weights: torch.Tensor
+    facts: ProbeFacts
+
+    def save(self, path: Path) -> None:
+        """Writes the file, complete or not at all.
+
+        Raises:
+            ConfigError: If it cannot be written.
+        """
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        metadata = {"format": _FORMAT, _FACTS: self.facts.model_dump_json()}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({_WEIGHTS: self.weights.contiguous()}, unfinished, metadata)
+            unfinished.replace(path)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"cannot write {path}: {error}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads a file.
+
+        Raises:
+            ConfigError: If there is none, or it is no probe, or one of another version, or
+                incomplete.
+        """
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path}; make it with vllm-kvselect calibrate")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                weights = file.get_tensor(_WEIGHTS) if metadata.get("format") == _FORMAT else None
+        except SafetensorError as error:
+            raise ConfigError(f"{path} is not a safetensors file of ours: {error}") from None
+        if weights is None:
+            raise ConfigError(f"{path} holds no probe: its metadata does not say {_FORMAT}")
+        try:
+            facts = ProbeFacts.model_validate_json(metadata.get(_FACTS, ""))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise ConfigError(
+                f"{path} is a probe of another version than {VERSION} "
+                f"({'.'.join(map(str, problem['loc']))}: {problem['msg']}); calibrate again"
+            ) from None
+        if tuple(weights.shape) != facts.model.shape or weights.dtype != torch.float32:
+            raise ConfigError(
+                f"{path} holds {weights.dtype} weights of shape {tuple(weights.shape)}, where "
+                f"its model needs float32 of {facts.model.shape}; calibrate again"
+            )
+        return cls(weights, facts)

@@ -1,0 +1,74 @@
+"""A fingerprint of a model's weights, by which a probe of other weights is told."""
+
+import hashlib
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from vllm_kvselect.config import ConfigError
+
+_NUM_TENSORS = 16
+_NUM_ROWS = 64
+"""Of each of them: the fingerprint of a large model takes no longer than that of a small one."""
+
+
+def fingerprint(
+    model: str, revision: str | None = None, download_dir: str | Path | None = None
+) -> str:
+    """A hash of the first rows of a few tensors, spread over the whole model.
+
+    Of the files, not of what is made of them: data type and sharding of a process are its own.
+
+    Args:
+        model: Folder or hub name of a model that is on this machine.
+        revision: Of the model at its hub.
+        download_dir: Where models of the hub are kept; None for the hub's own cache.
+
+    Returns:
+        SHA-256 in hexadecimal.
+
+    Raises:
+        ConfigError: If there are no safetensors files.
+    """
+    folder = _folder(model, revision, download_dir)
+    shards = {}
+    for path in sorted(folder.glob("*.safetensors")) if folder else ():
+        with safe_open(path, framework="pt") as file:
+            shards.update(dict.fromkeys(file.keys(), path))
+    if not shards:
+        raise ConfigError(
+            f"{model} has no .safetensors files on this machine, by which its weights are known; "
+            "save it as such with transformers' save_pretrained"
+        )
+    names = sorted(shards)
+    step = max(1, len(names) // _NUM_TENSORS)
+    digest = hashlib.sha256()
+    for name in names[::step]:
+        with safe_open(shards[name], framework="pt") as file:
+            tensor = file.get_slice(name)
+            digest.update(f"{name} {tensor.get_dtype()} {tensor.get_shape()}".encode())
+            # A scalar has no rows.
+            rows = tensor[:_NUM_ROWS] if tensor.get_shape() else file.get_tensor(name)
+        digest.update(rows.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _folder(model: str, revision: str | None, download_dir: str | Path | None) -> Path | None:
+    """Where the weights are; the network is not asked."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            local_files_only=True,
+            allow_patterns="*.safetensors",
+        )
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+    return Path(found)

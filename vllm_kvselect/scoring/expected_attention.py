@@ -1,0 +1,175 @@
+"""Expected Attention (arXiv 2510.00636): what later queries will attend to, if they are alike.
+
+The prompt's queries, as they were before their positions, are taken for a sample of a normal
+distribution. Rotated by the positions that come next, its mean and covariance give the attention
+that a key can expect in closed form.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
+from vllm_kvselect.scoring.observer import Observer, Twins
+from vllm_kvselect.scoring.query_moments import QueryMoments
+
+_BLOCK_ELEMENTS = 2**22
+"""Numbers alive at once, of queries or of products with keys: 16 MiB in float32."""
+
+
+def expected_attention_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
+    """Scores entries by `(attention + expected_eps) * norm of the value`, the first tokens above.
+
+    Args:
+        inputs: Keys of the whole prompt, values, and queries: of the whole prompt, or their
+            moments.
+        config: Gives `expected_eps`, `future`, `num_sinks` and `window`.
+
+    Returns:
+        `[num_kv_heads, n]` for those of the tokens before the window that values cover, at least
+        float32. Infinity for the first `num_sinks`, which no head drops.
+    """
+    weights = expected_weights(inputs, config)
+    value = inputs.value[:, : weights.shape[1]]
+    norms: torch.Tensor = torch.linalg.vector_norm(value, dim=-1, dtype=weights.dtype)
+    scores = weights * norms
+    scores[:, : config.num_sinks] = float("inf")
+    return scores
+
+
+def expected_weights(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
+    """Scores as above without the norm of the value, for methods that take another norm.
+
+    Args:
+        inputs: As above.
+        config: Likewise.
+
+    Returns:
+        Likewise.
+    """
+    num_tokens = min(inputs.key.shape[1] - config.window, inputs.value.shape[1])
+    weights = expected_attention(inputs, config)[:, :num_tokens] + config.expected_eps
+    weights[:, : config.num_sinks] = float("inf")
+    return weights
+
+
+def expected_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
+    """Attention that a later query pays to every key, in expectation.
+
+    For `q ~ N(mu, Sigma)` a key's `E[exp(scale * q k)]` is `exp(scale * mu k + scale^2 * k Sigma k
+    / 2)`. Softmax over the keys after the first `num_sinks`, mean over the query group.
+
+    Args:
+        inputs: As in `expected_attention_scores`; values are not read.
+        config: Gives `future` and `num_sinks`.
+
+    Returns:
+        `[num_kv_heads, num_tokens]`, 0 for the first `num_sinks`: rows sum to 1, or to what the
+        model's own attention sinks leave of it.
+    """
+    num_kv_heads, num_tokens, head_size = inputs.key.shape
+    moments = inputs.moments or _moments(inputs, 0, num_tokens, config)
+    assert moments is not None
+    mean, covariance = _of_later_queries(moments, inputs, config)
+    logits = _log_expectations(
+        inputs.key[:, config.num_sinks :],
+        (inputs.scale * mean).view(num_kv_heads, -1, head_size),
+        (inputs.scale**2 / 2 * covariance).view(num_kv_heads, -1, head_size, head_size),
+    )
+    if inputs.sinks is not None:
+        of_heads = inputs.sinks.to(logits.dtype).view(num_kv_heads, -1, 1)
+        logits = torch.cat((logits, of_heads), dim=-1)
+    attention = logits.softmax(dim=-1).mean(dim=1)
+    scores = attention.new_zeros(num_kv_heads, num_tokens)
+    num_keys = num_tokens - config.num_sinks
+    scores[:, config.num_sinks :] = attention[:, : max(num_keys, 0)]
+    return scores
+
+
+class MomentsOfQueries(Observer):
+    """The moments, added up chunk by chunk.
+
+    They take `num_heads * head_size * (head_size + 1)` floats for each layer that is observed and
+    not yet scored: all of them between two chunks of a prompt, one if it comes in one.
+    """
+
+    whole_prompt = True
+
+    def __init__(self, num_tokens: int, num_layers: int, config: EvictionConfig) -> None:
+        super().__init__(num_tokens, num_layers, config)
+        self._moments: dict[int, QueryMoments] = {}
+
+    @property
+    def first_position(self) -> int:
+        """The prompt's first token."""
+        return 0
+
+    def _observe(self, inputs: ScoringInputs, first_position: int, twin: Twins) -> None:
+        added = _moments(inputs, first_position, self.num_tokens, self.config)
+        if added is None:
+            return
+        known = self._moments.get(inputs.layer_index)
+        self._moments[inputs.layer_index] = known.merged(added) if known else added
+
+    def scores(self, inputs: ScoringInputs, scorer: Scorer, config: EvictionConfig) -> torch.Tensor:
+        """Scores by the moments; see `Observer.scores`."""
+        return scorer(replace(inputs, moments=self._moments[inputs.layer_index]), config)
+
+    def release(self, layer_index: int) -> None:
+        """Gives a layer's moments back."""
+        self._moments.pop(layer_index, None)
+
+
+def _moments(
+    inputs: ScoringInputs, first_position: int, num_tokens: int, config: EvictionConfig
+) -> QueryMoments | None:
+    """Moments of a chunk's queries before their rotation, in blocks; None if none of them counts.
+
+    The first `num_sinks` are outliers and do not, but the last of all always does.
+    """
+    skipped = max(0, min(config.num_sinks, num_tokens - 1) - first_position)
+    step, moments = max(1, _BLOCK_ELEMENTS // inputs.query[0].numel()), None
+    for start in range(skipped, len(inputs.query), step):
+        query = inputs.query[start : start + step].transpose(0, 1)
+        query = query.to(torch.promote_types(query.dtype, torch.float32))
+        if inputs.rotation is not None:
+            query = inputs.rotation.undo(query, first_position + start)
+        added = QueryMoments.of(query)
+        moments = moments.merged(added) if moments else added
+    return moments
+
+
+def _of_later_queries(
+    moments: QueryMoments, inputs: ScoringInputs, config: EvictionConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and covariance, turned by the mean rotation of the next `future` positions."""
+    mean, covariance = moments.mean, moments.covariance
+    if inputs.rotation is None:
+        return mean, covariance
+    later = inputs.rotation.mean(inputs.key.shape[1], config.future)
+    # R C R^T, by rows and then by columns, which are rows too: C is symmetric.
+    by_rows = later.apply(covariance)
+    return later.apply(mean[:, None]).squeeze(1), later.apply(by_rows.transpose(1, 2))
+
+
+def _log_expectations(
+    key: torch.Tensor, linear: torch.Tensor, quadratic: torch.Tensor
+) -> torch.Tensor:
+    """`linear k + k quadratic k` of every key and query head, blocked over the keys.
+
+    Args:
+        key: `[num_kv_heads, num_keys, head_size]`.
+        linear: `[num_kv_heads, group, head_size]`.
+        quadratic: `[num_kv_heads, group, head_size, head_size]`.
+
+    Returns:
+        `[num_kv_heads, group, num_keys]`.
+    """
+    found = linear.new_empty(*linear.shape[:2], key.shape[1])
+    step = max(1, _BLOCK_ELEMENTS // linear.numel())
+    for start in range(0, key.shape[1], step):
+        some = key[:, None, start : start + step].to(linear.dtype)
+        products = (some @ quadratic).add_(linear[:, :, None]).mul_(some)
+        found[:, :, start : start + step] = products.sum(dim=-1)
+    return found
