@@ -60,6 +60,7 @@ def test_room_for_layers_has_what_a_layer_has() -> None:
         for part, own in zip(room, one, strict=True):
             assert (part is None) == (own is None)
             assert part is None or own is None or part.shape == (3, *own.shape)
+    layer = layer._replace(num_absent=torch.tensor([1, 0]))
     for part, own in zip(Candidates.stack([layer, layer]).of_layer(1), layer, strict=True):
         assert part is not None
         assert own is not None

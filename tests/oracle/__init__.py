@@ -8,7 +8,7 @@ which is exact for every floating-point type up to float64.
 from tests.oracle.allocation import adaptive_pages, largest_remainder, pyramid_blocks
 from tests.oracle.attention import attend, decode_attention, dot, softmax, window_attention
 from tests.oracle.page_table import Row, packed_places, page_row
-from tests.oracle.retain import QUERY_AGNOSTIC, LayerInputs, Retained, retain
+from tests.oracle.retain import QUERY_AGNOSTIC, LayerInputs, Retained, retain, retain_uneven
 from tests.oracle.scores import (
     defensive_scores,
     expected_attention,
@@ -61,6 +61,7 @@ __all__ = [
     "pyramid_blocks",
     "random_scores",
     "retain",
+    "retain_uneven",
     "select",
     "select_perturbation",
     "select_two_stages",

@@ -29,12 +29,12 @@ def adaptive_budgets(
     """Entries per head before rounding to pages, exactly.
 
     `blend`: the even budget and the head's share of the best entries. `minimum`: the head's best
-    `safeguard * even` entries, rounded down, come first.
+    `safeguard * even` entries, rounded down, come first; what scores minus infinity is not there.
     """
     if floor == "minimum":
         first = [best_first(row)[: int(safeguard * even)] for row in scores]
         raised = [
-            [inf if token in first[head] else score for token, score in enumerate(row)]
+            [inf if t in first[head] and x > -inf else x for t, x in enumerate(row)]
             for head, row in enumerate(scores)
         ]
         return [Fraction(count) for count in counts_of_best(raised, even)]

@@ -107,6 +107,63 @@ def retain(
     return Retained(select_two_stages(flat_scores, flat_products, budgets, config.alpha), pages)
 
 
+def retain_uneven(
+    layers: Sequence[Sequence[LayerInputs]],
+    num_tokens: int,
+    scale: float,
+    num_packed: int,
+    block_size: int,
+    config: EvictionConfig,
+    first_layer: int = 0,
+) -> Retained:
+    """The same for heads that hold different numbers of entries, all up to the latest ones.
+
+    `layers[layer][head]` is a head alone. Its tokens are counted so that those of all heads end
+    at `num_tokens`; where a head has none, it scores minus infinity.
+    """
+    base = base_of(config.method)
+    is_one_stage = base in QUERY_AGNOSTIC
+    scores: list[list[float]] = []
+    products: list[list[float]] = []
+    for i, heads in enumerate(layers, first_layer):
+        rows, multiples = [], []
+        for head in heads:
+            competing = len(head.value[0])
+            row, weights = (
+                of(base, head, scale, config, i)[0][:competing]
+                for of in (stage_1_scores, stage_2_scores)
+            )
+            rows.append(row)
+            norms_of = value_l2_norms if is_one_stage else value_norms
+            (norms,) = norms_of(head.value, head.output_projection)
+            multiples.append([(weight, norm) for weight, norm in zip(weights, norms, strict=True)])
+        of_layer = [norm for row in multiples for _, norm in row]
+        for row, pairs in zip(rows, multiples, strict=True):
+            nothing = [-inf] * (num_tokens - len(row))
+            scores.append(nothing + list(row))
+            if is_one_stage:
+                of_head = [w * norm / (fsum(of_layer) / len(of_layer)) for w, norm in pairs]
+            elif base == "thetakv":
+                lam, n = config.lam, len(pairs)
+                of_head = [(w + lam / n) / (1 + lam) * norm for w, norm in pairs]
+            else:
+                of_head = [(w + config.eps) * norm for w, norm in pairs]
+            products.append(nothing + of_head)
+    has_products = config.method.endswith("-perturb") or base == "thetakv"
+    is_ranked_by_products = has_products and (is_one_stage or base == "thetakv")
+    ranking = products if is_ranked_by_products else scores
+    if base in ("adakv", "thetakv") or config.method.startswith("ada-"):
+        pages = adaptive_pages(ranking, num_packed, block_size, config.safeguard, "minimum")
+    elif config.method.startswith("layer-"):
+        pages = adaptive_pages(ranking, num_packed, block_size, 0.0, "minimum")
+    else:
+        pages = [num_packed] * len(ranking)
+    budgets = [block_size * count for count in pages]
+    if has_products and not is_one_stage:
+        return Retained(select_two_stages(scores, products, budgets, config.alpha), pages)
+    return Retained(select(ranking, budgets), pages)
+
+
 def base_of(method: str) -> str:
     """The method whose scores another form of it shares."""
     base = method.removesuffix("-perturb").removeprefix("layer-")

@@ -57,21 +57,21 @@ def pack(projection: OutputProjection) -> OutputProjection:
 def snapkv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `snapkv.snapkv_scores`, for means over the group and maxima in the pooling."""
     as_usual = config.group_reduction == "mean" and config.pooling == "max"
-    if not as_usual or not _takes(inputs.key):
+    if not as_usual or not _takes(inputs):
         return snapkv.snapkv_scores(inputs, config)
     return _window_attention(inputs, config.kernel_size, largest=False)
 
 
 def mean_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `defensivekv.mean_attention`."""
-    if not _takes(inputs.key):
+    if not _takes(inputs):
         return defensivekv.mean_attention(inputs, config)
     return _window_attention(inputs, 1, largest=False)
 
 
 def defensive_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `defensivekv.defensive_scores`, for maxima in the pooling."""
-    if config.pooling != "max" or not _takes(inputs.key):
+    if config.pooling != "max" or not _takes(inputs):
         return defensivekv.defensive_scores(inputs, config)
     worst = _window_attention(inputs, config.kernel_size, largest=True)
     return torch.maximum(worst, worst.mean(dim=-1, keepdim=True))
@@ -181,9 +181,10 @@ def read_entries(
     return _call("read_entries", cache, slots, places, block_size)
 
 
-def _takes(key: torch.Tensor) -> bool:
-    """Whether the kernel of the window's attention takes such keys."""
-    return key.dtype in STORED and key.shape[2] % 2 == 0
+def _takes(inputs: ScoringInputs) -> bool:
+    """Whether the kernel of the window's attention takes such keys, and all heads have them all."""
+    key = inputs.key
+    return key.dtype in STORED and key.shape[2] % 2 == 0 and inputs.num_absent is None
 
 
 def _window_attention(inputs: ScoringInputs, kernel_size: int, largest: bool) -> torch.Tensor:

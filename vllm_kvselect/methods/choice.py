@@ -120,7 +120,7 @@ def score_layer(
 
     Returns:
         The layer's competing entries, `[num_kv_heads, num_tokens]` each. Norms are left out where
-        they can be pruned once the budgets are known.
+        they can be pruned once the budgets are known; that takes heads of equal lengths.
     """
     method, num_tokens = KNOWN_METHODS[config.method], inputs.value.shape[1]
 
@@ -135,12 +135,13 @@ def score_layer(
     if method.perturbation and (method.weigher or unpooled):
         stage_2 = config.model_copy(update={"kernel_size": 1}) if unpooled else config
         weights = scores_by(method.weigher or method.scorer, stage_2)
-    if method.perturbation and (method.pooled or method.ranking != "score"):
+    is_ragged = inputs.num_absent is not None
+    if method.perturbation and (method.pooled or method.ranking != "score" or is_ragged):
         assert inputs.output_projection is not None
         quick = method.ranking == "product"
         norms_of = projected_value_l2_norms if quick else kernels.projected_value_norms
         norms = norms_of(inputs.value, inputs.output_projection).to(scores.dtype)
-    return Candidates(scores, weights, norms)
+    return Candidates(scores, weights, norms, inputs.num_absent)
 
 
 def retain_pool(
@@ -190,6 +191,10 @@ def _choose(
     """
     method = KNOWN_METHODS[config.method]
     ranking = RANKINGS[method.ranking](candidates, num_packed * block_size, config)
+    if candidates.num_absent is not None:
+        # A blended floor could give a head more pages than it has entries.
+        config = config.model_copy(update={"floor": "minimum"})
+        ranking = candidates.without_absent(ranking)
     pages = _allocate(method, ranking, num_packed, block_size, config, kernels)
     budgets = pages * block_size
     num_retained = num_packed * budgets.shape[0] * block_size
@@ -216,12 +221,14 @@ def _keys(
     keys = ranking.flatten(0, 1)
     if not method.two_stages:
         return keys
-    stage_1 = kernels.stage_1_mask(candidates.scores.flatten(0, 1), budgets, config.alpha)
+    scores = candidates.without_absent(candidates.scores).flatten(0, 1)
+    stage_1 = kernels.stage_1_mask(scores, budgets, config.alpha)
     if method.ranking != "score":
         return keys.masked_fill(stage_1, float("inf"))
     assert candidates.norms is not None
     weights, norms = (part.flatten(0, 1) for part in (candidates.stage_2, candidates.norms))
-    return stage_2_keys(weights, norms, stage_1, config.eps)
+    keys = stage_2_keys(weights, norms, stage_1, config.eps)
+    return candidates.without_absent(keys.view_as(candidates.scores)).flatten(0, 1)
 
 
 def _allocate(

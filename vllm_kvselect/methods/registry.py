@@ -47,6 +47,8 @@ class Method:
         pooled: Whether the layers of a request share its packed pages.
         pyramid: Whether each layer of a pooled method gets a fixed part of them (PyramidKV); else
             all heads compete.
+        not_in_rounds: Why it cannot choose again among retained entries while a request generates;
+            empty if it can.
     """
 
     scorer: str
@@ -65,6 +67,12 @@ class Method:
     two_stages: bool = False
     pooled: bool = False
     pyramid: bool = False
+    not_in_rounds: str = ""
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether it can choose again while a request generates."""
+        return not self.not_in_rounds
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -164,6 +172,7 @@ _H2O = Method(
     cost="attention of the whole prompt once more, quadratic in its length",
     limits="favours early tokens, which more queries see; takes nothing from the prefix cache",
     observer="h2o:AttentionSums",
+    not_in_rounds="its sums of attention end with the prompt",
 )
 _SNAPKV = Method(
     scorer="snapkv:snapkv_scores",
@@ -186,6 +195,7 @@ _PYRAMIDKV = replace(
     limits=f"{_GUESS}; the pyramid is the same for every prompt",
     pooled=True,
     pyramid=True,
+    not_in_rounds="its pyramid is one of whole prompts",
 )
 _ADA_PYRAMIDKV = replace(
     _PYRAMIDKV,
@@ -203,6 +213,7 @@ _DEFENSIVEKV = Method(
     summary="what any of the last prompt tokens attends to, times projected value norm",
     cost=f"{_WINDOW}, twice; norms of every entry",
     limits=f"{_GUESS}; a head may be left with the tail alone",
+    not_in_rounds="it compares a token over heads that no longer hold the same tokens",
 )
 _THETAKV = replace(
     _SNAPKV,
@@ -240,6 +251,7 @@ _EXPECTED_ATTENTION = Method(
     limits="every head's queries count as one cloud; takes nothing from the prefix cache",
     observer="expected_attention:MomentsOfQueries",
     rotation=True,
+    not_in_rounds="it needs the positions of retained entries, which are not kept",
 )
 _PROBE = Method(
     scorer="probe:probe_scores",
@@ -251,6 +263,7 @@ _PROBE = Method(
     observer="probe:ScoresOfTokens",
     rotation=True,
     probe=True,
+    not_in_rounds="it scores tokens as they are computed, and the scores end with the prompt",
 )
 _KVZIP = Method(
     scorer="kvzip:replay_scores",
@@ -260,6 +273,7 @@ _KVZIP = Method(
     cost="a second prefill",
     limits="off the engine only: a yardstick for the probe",
     replay=True,
+    not_in_rounds="no server runs it",
 )
 
 METHODS: dict[str, Method] = {

@@ -25,9 +25,11 @@ def random_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor
     """
     device = inputs.key.device
     heads = torch.arange(inputs.key.shape[0], device=device)
-    positions = torch.arange(inputs.num_scored, device=device)
+    places = torch.arange(inputs.num_scored, device=device)
+    if inputs.num_absent is not None:
+        places = (places - inputs.num_absent[:, None]).clamp_(min=0)
     of_head = _mix(_mix(_mix(config.seed) + inputs.layer_index) + heads)
-    return (_mix(of_head[:, None] + positions) >> 8).to(torch.float32) / 2**24
+    return (_mix(of_head[:, None] + places) >> 8).to(torch.float32) / 2**24
 
 
 def _mix(state: _T) -> _T:

@@ -33,6 +33,10 @@ class ScoringInputs:
             where the method does not ask.
         replayed: The most attention that KVzip's replay pays to each entry,
             `[num_kv_heads, num_tokens]`, or None; off the engine only.
+        num_absent: First columns of each head in which there is no entry, `[num_kv_heads]` int64:
+            heads that retain different numbers of entries all end with the latest ones. What a
+            scorer says of absent entries is ignored, and they must not change what it says of
+            others. None where every head has an entry in every column.
     """
 
     query: torch.Tensor
@@ -46,11 +50,24 @@ class ScoringInputs:
     moments: QueryMoments | None = None
     probe: torch.Tensor | None = None
     replayed: torch.Tensor | None = None
+    num_absent: torch.Tensor | None = None
+
+    @property
+    def is_absent(self) -> torch.Tensor | None:
+        """Columns of each head in which there is no entry, `[num_kv_heads, num_tokens]` bool."""
+        if self.num_absent is None:
+            return None
+        return absent_columns(self.num_absent, self.key.shape[1])
 
     @property
     def num_scored(self) -> int:
         """Tokens before the queries: those that window scorers score."""
         return self.key.shape[1] - self.query.shape[0]
+
+
+def absent_columns(num_absent: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """Marks the first columns of every head, as many as it lacks, `[..., num_columns]` bool."""
+    return torch.arange(num_columns, device=num_absent.device) < num_absent[..., None]
 
 
 Scorer = Callable[[ScoringInputs, EvictionConfig], torch.Tensor]

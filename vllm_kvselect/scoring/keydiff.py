@@ -22,6 +22,10 @@ def keydiff_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tenso
         `[num_kv_heads, num_tokens - window]`, 0 to 2, at least float32.
     """
     key = inputs.key.to(torch.promote_types(inputs.key.dtype, torch.float32))
-    anchor = F.normalize(key, dim=-1).mean(dim=1, keepdim=True)
+    directions = F.normalize(key, dim=-1)
+    if (is_absent := inputs.is_absent) is not None:
+        directions = directions.masked_fill(is_absent[..., None], 0)
+    # The sum points where the mean does, whatever the number of entries.
+    anchor = directions.sum(dim=1, keepdim=True)
     cosines = F.cosine_similarity(key[:, : inputs.num_scored], anchor, dim=-1)
     return (1 - cosines).clamp_(min=0)

@@ -53,6 +53,8 @@ def window_attention(inputs: ScoringInputs) -> torch.Tensor:
     future = torch.ones(window, window, dtype=torch.bool, device=key.device).triu(1)
     in_window = logits.view(num_kv_heads, -1, window, num_tokens)[..., -window:]
     in_window.masked_fill_(future, float("-inf"))
+    if (is_absent := inputs.is_absent) is not None:
+        logits.masked_fill_(is_absent[:, None], float("-inf"))
     if sinks is None:
         return torch.softmax(logits, dim=-1)
     # [num_heads] -> [num_kv_heads, group * window, 1]

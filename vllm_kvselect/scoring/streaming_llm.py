@@ -16,7 +16,8 @@ def streaming_llm_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch
     Returns:
         `[num_kv_heads, num_tokens - window]`, float32.
     """
-    num_scored = inputs.num_scored
-    scores = torch.arange(num_scored, dtype=torch.float32, device=inputs.key.device)
-    scores[: config.num_sinks].fill_(num_scored)
-    return scores.expand(inputs.key.shape[0], -1)
+    num_kv_heads, num_scored = inputs.key.shape[0], inputs.num_scored
+    places = torch.arange(num_scored, device=inputs.key.device).expand(num_kv_heads, -1)
+    if inputs.num_absent is not None:
+        places = places - inputs.num_absent[:, None]
+    return torch.where(places < config.num_sinks, num_scored, places).to(torch.float32)

@@ -3,7 +3,9 @@
 import torch
 
 
-def smoothed(attention: torch.Tensor, lam: float) -> torch.Tensor:
+def smoothed(
+    attention: torch.Tensor, lam: float, num_absent: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention as it is expected of later queries, `A' = (A + lam / n) / (1 + lam)`.
 
     The window is a sample of few queries. `lam` is the weight, in windows, of a prior that
@@ -13,8 +15,12 @@ def smoothed(attention: torch.Tensor, lam: float) -> torch.Tensor:
     Args:
         attention: `[..., num_tokens]`.
         lam: Weight of the prior, not negative.
+        num_absent: Columns that hold no token, `[...]`; None if all do.
 
     Returns:
         The smoothed attention, of the same shape.
     """
-    return (attention + lam / attention.shape[-1]) / (1 + lam)
+    prior = torch.full_like(attention[..., :1], lam / attention.shape[-1])
+    if num_absent is not None:
+        prior = lam / (attention.shape[-1] - num_absent[..., None]).to(attention.dtype)
+    return (attention + prior) / (1 + lam)

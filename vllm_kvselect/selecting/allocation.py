@@ -5,7 +5,7 @@ The heads may be those of one layer, or of all layers that share their pages (la
 
 from collections.abc import Sequence
 from fractions import Fraction
-from math import floor
+from math import floor, inf
 
 import torch
 
@@ -44,7 +44,8 @@ def adaptive_pages(
     rounded to whole pages by largest remainder, the lower head first on ties.
 
     Args:
-        scores: `[num_kv_heads, num_tokens]`, `num_tokens >= num_packed * block_size`.
+        scores: `[num_kv_heads, num_tokens]`, `num_tokens >= num_packed * block_size`. Minus
+            infinity where a head has no entry, in whole pages; only with `floor` `minimum`.
         num_packed: Packed blocks.
         block_size: Entries per page.
         config: Gives `safeguard` and `floor`.
@@ -55,9 +56,11 @@ def adaptive_pages(
     """
     even = num_packed * block_size
     if config.floor == "minimum":
-        first = torch.sort(scores, dim=-1, descending=True, stable=True).indices
-        first = first[:, : int(config.safeguard * even)]
-        counts = _counts_of_best(scores.scatter(-1, first, float("inf")), even)
+        first = torch.sort(scores, dim=-1, descending=True, stable=True)
+        least = int(config.safeguard * even)
+        # What is not there stays so: a head may have fewer entries than the floor.
+        raised = first.values[:, :least].masked_fill(first.values[:, :least] > -inf, inf)
+        counts = _counts_of_best(scores.scatter(-1, first.indices[:, :least], raised), even)
         return largest_remainder(counts, block_size)
     counts = _counts_of_best(scores, even)
     budgets = blended_budgets(counts, even, config.safeguard)

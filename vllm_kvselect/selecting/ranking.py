@@ -1,11 +1,12 @@
 """Ranking: what allocation counts, and selection ranks by unless it has stages of its own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import torch
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scoring.inputs import absent_columns
 from vllm_kvselect.scoring.thetakv import smoothed
 from vllm_kvselect.selecting.selection import mass_mask
 
@@ -18,44 +19,51 @@ class Candidates(NamedTuple):
         weights: What stage 2 multiplies by the norms, of the same shape; None for the scores.
         norms: Projected value norms, of the same shape; None where they are computed once the
             budgets are known, or not at all.
+        num_absent: First columns of each head in which nothing competes, `[..., num_kv_heads]`;
+            None where every column has an entry.
     """
 
     scores: torch.Tensor
     weights: torch.Tensor | None = None
     norms: torch.Tensor | None = None
+    num_absent: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, parts: Iterable[torch.Tensor | None]) -> Self:
+        """Puts the parts together, in their order."""
+        scores, weights, norms, num_absent = parts
+        assert scores is not None
+        return cls(scores, weights, norms, num_absent)
 
     @classmethod
     def stack(cls, layers: Sequence[Self]) -> Self:
         """Stacks layers in order: `[num_layers, num_kv_heads, num_tokens]`."""
-        scores = torch.stack([layer.scores for layer in layers])
-        weights = [layer.weights for layer in layers if layer.weights is not None]
-        norms = [layer.norms for layer in layers if layer.norms is not None]
-        return cls(
-            scores,
-            torch.stack(weights) if weights else None,
-            torch.stack(norms) if norms else None,
-        )
+        of_layers: Iterable[tuple[torch.Tensor | None, ...]] = zip(*layers, strict=True)
+        found = ([part for part in parts if part is not None] for parts in of_layers)
+        return cls.of(torch.stack(parts) if parts else None for parts in found)
 
     @classmethod
     def empty(cls, num_layers: int, layer: Self) -> Self:
         """Room for layers like one, `[num_layers, num_kv_heads, num_tokens]`."""
-        scores, weights, norms = (
+        return cls.of(
             None if part is None else part.new_empty(num_layers, *part.shape) for part in layer
         )
-        assert scores is not None
-        return cls(scores, weights, norms)
 
     def of_layer(self, index: int) -> Self:
         """The candidates of one of the stacked layers."""
-        weights, norms = (
-            None if part is None else part[index] for part in (self.weights, self.norms)
-        )
-        return type(self)(self.scores[index], weights, norms)
+        return self.of(None if part is None else part[index] for part in self)
 
     @property
     def stage_2(self) -> torch.Tensor:
         """What stage 2 multiplies by the norms."""
         return self.scores if self.weights is None else self.weights
+
+    def without_absent(self, ranking: torch.Tensor) -> torch.Tensor:
+        """Puts absent entries behind all others of a ranking, `[..., num_kv_heads, num_tokens]`."""
+        if self.num_absent is None:
+            return ranking
+        is_absent = absent_columns(self.num_absent, ranking.shape[-1])
+        return ranking.masked_fill(is_absent, float("-inf"))
 
 
 def by_score(candidates: Candidates, even: int, config: EvictionConfig) -> torch.Tensor:
@@ -90,7 +98,13 @@ def by_product(candidates: Candidates, even: int, config: EvictionConfig) -> tor
     norms = candidates.norms
     assert norms is not None
     tiny = torch.finfo(norms.dtype).tiny  # an infinite score times no norm would be no number
-    mean = norms.mean(dim=(-2, -1), keepdim=True).clamp_(min=tiny)
+    if candidates.num_absent is None:
+        mean = norms.mean(dim=(-2, -1), keepdim=True)
+    else:
+        is_absent = absent_columns(candidates.num_absent, norms.shape[-1])
+        total = norms.masked_fill(is_absent, 0).sum(dim=(-2, -1), keepdim=True)
+        mean = total / (~is_absent).sum(dim=(-2, -1), keepdim=True)
+    mean = mean.clamp_(min=tiny)
     return candidates.scores * (norms / mean).clamp_(min=tiny)
 
 
@@ -106,7 +120,8 @@ def by_bound(candidates: Candidates, even: int, config: EvictionConfig) -> torch
         `[..., num_kv_heads, num_tokens]`.
     """
     assert candidates.norms is not None
-    return smoothed(candidates.stage_2, config.lam) * candidates.norms
+    attention = smoothed(candidates.stage_2, config.lam, candidates.num_absent)
+    return attention * candidates.norms
 
 
 def by_defence(candidates: Candidates, even: int, config: EvictionConfig) -> torch.Tensor:

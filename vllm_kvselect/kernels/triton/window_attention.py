@@ -32,7 +32,7 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 
 def snapkv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `scoring.snapkv.snapkv_scores`."""
-    if inputs.query.dtype not in DTYPES:
+    if inputs.query.dtype not in DTYPES or inputs.num_absent is not None:
         return snapkv.snapkv_scores(inputs, config)
     attention = window_attention(
         inputs.query, inputs.key, inputs.scale, config.group_reduction, inputs.sinks
@@ -42,7 +42,7 @@ def snapkv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor
 
 def mean_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `scoring.defensivekv.mean_attention`."""
-    if inputs.query.dtype not in DTYPES:
+    if inputs.query.dtype not in DTYPES or inputs.num_absent is not None:
         return defensivekv.mean_attention(inputs, config)
     return window_attention(inputs.query, inputs.key, inputs.scale, "mean", inputs.sinks)
 
