@@ -17,6 +17,19 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     ({"budget": float("nan")}, "budget = nan", "above 0.0 and up to 1.0"),
     ({"budget": "many"}, "budget = 'many'", "valid integer"),
     ({"budget": True}, "budget = True", "valid number"),
+    ({"decode_budget": -1}, "decode_budget = -1", "greater than or equal to 0"),
+    ({"decode_budget": 0.5}, "decode_budget = 0.5", "valid integer"),
+    (
+        {"method": "h2o", "decode_budget": 512},
+        "decode_budget = 512 is not accepted with method = 'h2o'",
+        "set it to 0, or take one of streaming-llm, random, knorm, keydiff",
+    ),
+    (
+        {"context": 1000, "decode_budget": 512},
+        "decode_budget = 512 is not accepted with context = 1000",
+        "leave one of them out",
+    ),
+    ({"decode_interval": 0}, "decode_interval = 0", "greater than or equal to 1"),
     ({"context": 0}, "context = 0", "greater than or equal to 1"),
     ({"context": "last"}, "context = 'last'", "'chat'"),
     ({"turn_start": ["user"]}, "turn_start = 'user'", "valid integer"),
@@ -58,7 +71,7 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     (
         {"allow_override": ["window"]},
         "allow_override = 'window'",
-        "'method', 'budget' or 'context'",
+        "'method', 'budget', 'context' or 'decode_budget'",
     ),
     ({"allow_override": "budget"}, "allow_override = 'budget'", "valid tuple"),
     ({"check_integrity": 1}, "check_integrity = 1", "valid boolean"),
@@ -66,7 +79,7 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     (
         {"budgets": 512},
         "unknown key 'budgets'",
-        "accepted keys: method, budget, context",
+        "accepted keys: method, budget, decode_budget",
     ),
     ({1: 2}, "1 = ", "strings"),
 ]

@@ -227,3 +227,34 @@ def test_a_method_that_is_measured_off_the_engine_only_is_refused(
         request_config(server, own)
     assert caught.value.reason == "unsupported"
     assert planned_config(server, sampling(own)).method == "none"
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "message"),
+    [
+        (
+            {"kv_eviction": "h2o", "kv_eviction_decode_budget": 256},
+            r"kv_eviction_decode_budget = 256 is not accepted with kv_eviction = 'h2o': its sums",
+        ),
+        (
+            {"kv_eviction_context": 500, "kv_eviction_decode_budget": 256},
+            r"kv_eviction_decode_budget = 256 is not accepted with kv_eviction_context = 500",
+        ),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused_and_drop_nothing(
+    extra_args: dict[str, Any], message: str
+) -> None:
+    server = EvictionConfig(allow_override=OVERRIDE_NAMES)
+    with pytest.raises(RequestError, match=message) as caught:
+        request_config(server, extra_args)
+    assert caught.value.key in extra_args
+    assert caught.value.reason == "unsupported"
+    assert not planned_config(server, sampling(extra_args)).enabled
+
+
+def test_a_request_may_ask_for_rounds_or_for_none() -> None:
+    server = EvictionConfig(decode_budget=512, allow_override=("decode_budget",))
+    for budget in (0, 256):
+        got = request_config(server, {"kv_eviction_decode_budget": budget})
+        assert got == server.model_copy(update={"decode_budget": budget})

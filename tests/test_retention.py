@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.retention import Cut, Cuts, Role, budget_entries, cuts
+from vllm_kvselect.retention import Cut, Cuts, Role, budget_entries, budget_problem, cuts
 
 many = settings(max_examples=300, deadline=None, derandomize=True)
 
@@ -207,3 +207,70 @@ def test_what_follows_a_context_does_not_move_its_cut() -> None:
     (first,) = cuts(1000, 32, config)
     assert first.position == 992
     assert {cuts(length, 32, config) for length in range(1000, 1300)} == {Cuts([first])}
+
+
+@many
+@given(
+    prompt_lens,
+    st.integers(0, 1500),
+    st.sampled_from((4, 16, 32)),
+    st.integers(1, 32),
+    st.integers(0, 300),
+    st.integers(32, 200),
+)
+def test_rounds_bring_a_request_back_to_its_budget(
+    prompt_len: int, max_tokens: int, block_size: int, window: int, more: int, interval: int
+) -> None:
+    budget = window + block_size + more
+    values = {"budget": 1.0, "window": window, "decode_interval": interval}
+    rounds = cuts(
+        prompt_len, block_size, EvictionConfig(**values, decode_budget=budget), max_tokens
+    )
+    num_freed = 0
+    for cut in rounds:
+        # Counted from the prompt's end, and before the last token is generated.
+        assert (cut.position - prompt_len) % interval == 0
+        assert prompt_len < cut.position < prompt_len + max_tokens
+        # More is freed each time; the budget is met in whole blocks.
+        assert cut.first_packed > num_freed
+        num_freed = cut.first_packed
+        held = cut.position - num_freed * block_size
+        least = cut.position - cut.tail_start * block_size + block_size  # the tail and one page
+        assert budget <= held < max(budget, least) + block_size
+        assert cut.position - cut.tail_start * block_size >= window
+    for length in range(prompt_len, prompt_len + max_tokens):
+        # Between rounds a request grows by the interval, and never further.
+        held = length - rounds.num_freed(length) * block_size
+        assert held <= max(budget + 2 * block_size, prompt_len) + interval
+
+
+def test_the_prompts_cut_and_rounds_follow_one_another() -> None:
+    config = EvictionConfig(budget=256, decode_budget=512, decode_interval=128)
+    planned = cuts(1500, 32, config, 1000)
+    assert planned[0] == cuts(1500, 32, config.model_copy(update={"decode_budget": 0}))[0]
+    # The request may grow to the larger budget before the first round.
+    assert [cut.position for cut in planned] == [1500, *range(1500 + 3 * 128, 2500, 128)]
+    assert [planned.num_freed(length) for length in (1499, 1500, 1883, 1884)] == [0, 38, 38, 42]
+    assert cuts(1500, 32, config) == planned[:1]
+
+
+def test_a_request_without_eviction_makes_no_rounds() -> None:
+    config = EvictionConfig(method="none", decode_budget=512)
+    assert cuts(1500, 32, config, 1000) == Cuts()
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"decode_budget": 63}, "decode_budget = 63 is too small: at least 64"),
+        ({"decode_budget": 64, "decode_interval": 31}, "decode_interval = 31 is too short"),
+        ({"decode_budget": 64, "decode_interval": 32}, None),
+        ({"decode_interval": 1}, None),
+    ],
+)
+def test_rounds_have_room_for_a_window_and_a_block(
+    values: dict[str, int], problem: str | None
+) -> None:
+    found = budget_problem(2048, 32, EvictionConfig(**values))
+    assert (found or "").startswith(problem or "")
+    assert (found is None) == (problem is None)

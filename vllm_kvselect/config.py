@@ -5,13 +5,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from vllm_kvselect.methods.registry import KNOWN_METHODS, METHODS
 
 METHOD_NAMES: tuple[str, ...] = ("none", *METHODS)
 
-OverrideName = Literal["method", "budget", "context"]
+OverrideName = Literal["method", "budget", "context", "decode_budget"]
 OVERRIDE_NAMES: tuple[str, ...] = get_args(OverrideName)
 """Fields that a request may change, where the server allows it."""
 
@@ -41,6 +48,10 @@ class EvictionConfig(BaseModel):
         budget: Entries retained per KV head per layer, averaged over a layer's heads, or over those
             of all layers that share pages; observation window included. An `int` counts entries, a
             `float` is a fraction of the prompt, or of its context where that is marked.
+        decode_budget: Entries per KV head to which a request is brought back again and again while
+            it generates; 0 lets its answer grow. What the prompt left counts, and so does the
+            window.
+        decode_interval: Tokens from one such round to the next.
         context: Tokens at the beginning of the prompt that are compressed on their own, up to the
             last block border among them: what follows, such as a question, neither shapes what is
             retained of them nor is dropped. `chat`: what comes before the first user's turn that
@@ -83,6 +94,8 @@ class EvictionConfig(BaseModel):
 
     method: str = "adakv-perturb"
     budget: int | float = 1024
+    decode_budget: Annotated[int, Field(ge=0)] = 0
+    decode_interval: Annotated[int, Field(ge=1)] = 128
     context: Annotated[int, Field(ge=1)] | Literal["chat"] | None = None
     turn_start: tuple[int, ...] = ()
     window: Annotated[int, Field(ge=1)] = 32
@@ -140,6 +153,25 @@ class EvictionConfig(BaseModel):
         # YAML and JSON know lists only; the strict model would refuse them.
         return tuple(values) if isinstance(values, list) else values
 
+    @model_validator(mode="after")
+    def _rounds_can_be_made(self) -> Self:
+        if not self.decode_budget or not self.enabled:
+            return self
+        why_not = KNOWN_METHODS[self.method].not_in_rounds
+        if why_not:
+            able = ", ".join(name for name, method in METHODS.items() if method.in_rounds)
+            raise ValueError(
+                f"decode_budget = {self.decode_budget!r} is not accepted with method = "
+                f"{self.method!r}: {why_not}; set it to 0, or take one of {able}"
+            )
+        if self.context is not None:
+            raise ValueError(
+                f"decode_budget = {self.decode_budget!r} is not accepted with context = "
+                f"{self.context!r}: rounds would overwrite entries that others read; leave one of "
+                "them out"
+            )
+        return self
+
     @property
     def enabled(self) -> bool:
         """Whether anything is dropped."""
@@ -156,6 +188,11 @@ class EvictionConfig(BaseModel):
         if "method" in self.allow_override:
             return True
         return self.enabled and KNOWN_METHODS[self.method].pooled
+
+    @property
+    def may_make_rounds(self) -> bool:
+        """Whether some request may be cut again while it generates."""
+        return self.may_evict and bool(self.decode_budget or "decode_budget" in self.allow_override)
 
     @property
     def may_share(self) -> bool:
@@ -220,7 +257,10 @@ def _explain(error: ValidationError) -> str:
     """One line per problem: the key, the value, what is accepted."""
     lines = []
     for problem in error.errors():
-        key = str(problem["loc"][0]) if problem["loc"] else CONFIG_KEY
+        if not problem["loc"]:  # fields that do not go together: the message says which
+            lines.append(problem["msg"].removeprefix("Value error, "))
+            continue
+        key = str(problem["loc"][0])
         if problem["type"] == "extra_forbidden":
             accepted = ", ".join(EvictionConfig.model_fields)
             lines.append(f"unknown key {key!r}; accepted keys: {accepted}")

@@ -16,6 +16,7 @@ REQUEST_KEYS = {
     "kv_eviction": "method",
     "kv_eviction_budget": "budget",
     "kv_eviction_context": "context",
+    "kv_eviction_decode_budget": "decode_budget",
 }
 """Keys of `vllm_xargs`, and the field of `EvictionConfig` that each one changes."""
 
@@ -77,8 +78,8 @@ def request_config(server: EvictionConfig, extra_args: Mapping[str, Any] | None)
         The server's configuration where the request changes nothing, else a changed one.
 
     Raises:
-        RequestError: If a key of ours is unknown, a value is not accepted, or the server does not
-            allow the change.
+        RequestError: If a key of ours is unknown, values are not accepted alone or together, or the
+            server does not allow the change.
     """
     changes = {}
     _refuse_too_many(extra_args or (), "keys of vllm_xargs")
@@ -92,7 +93,13 @@ def request_config(server: EvictionConfig, extra_args: Mapping[str, Any] | None)
                 key,
                 "unknown_key",
             )
-    return _changed(server, **changes) if changes else server
+    if not changes:
+        return server
+    try:
+        return _changed(server, **changes)
+    except ConfigError as error:  # each is accepted, but not all of them together
+        key = next(key for key, field in REQUEST_KEYS.items() if field in changes)
+        raise RequestError(in_the_requests_words(str(error)), key, "unsupported") from None
 
 
 def refuse_stray_fields(fields: Collection[str]) -> None:
@@ -173,7 +180,7 @@ def planned_config(server: EvictionConfig, params: Sampling | None) -> EvictionC
 def in_the_requests_words(message: str) -> str:
     """A message about a configuration, with the keys of a request in place of the fields."""
     for key, field in REQUEST_KEYS.items():
-        message = message.replace(f"{field} = ", f"{key} = ")
+        message = re.sub(rf"\b{field} = ", f"{key} = ", message)
     return message
 
 
@@ -227,7 +234,13 @@ def _changed(
     method: str | None = None,
     budget: int | float | None = None,
     context: int | str | None = None,
+    decode_budget: int | None = None,
 ) -> EvictionConfig:
-    given = {"method": method, "budget": budget, "context": context}
+    given = {
+        "method": method,
+        "budget": budget,
+        "context": context,
+        "decode_budget": decode_budget,
+    }
     changes = {field: value for field, value in given.items() if value is not None}
     return EvictionConfig.parse(server.model_dump() | changes)

@@ -1,13 +1,16 @@
 """Cuts: at which lengths a request drops entries, and what becomes of its blocks then.
 
-Scheduler and workers compute them independently from the prompt's length and the configuration, so
-they agree without a message. They never depend on scores. All cuts of a request together are its
-retention plan.
+Scheduler and workers compute them independently from the prompt's length, the longest answer and
+the configuration, so they agree without a message. They never depend on scores. All cuts of a
+request together are its retention plan: one at the end of its prompt, and *rounds* while it
+generates.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from enum import Enum
 from math import ceil
+from operator import attrgetter
 
 from vllm_kvselect.config import EvictionConfig
 
@@ -57,13 +60,19 @@ class Cuts(tuple[Cut, ...]):
 
     __slots__ = ()
 
+    def num_made(self, num_tokens: int) -> int:
+        """How many cuts are made once `num_tokens` are computed."""
+        return bisect_right(self, num_tokens, key=attrgetter("position"))
+
     def next_after(self, num_tokens: int) -> Cut | None:
         """The first cut that is not yet made when `num_tokens` are computed, if there is one."""
-        return next((cut for cut in self if cut.position > num_tokens), None)
+        num_made = self.num_made(num_tokens)
+        return self[num_made] if num_made < len(self) else None
 
     def last_made(self, num_tokens: int) -> Cut | None:
         """The last cut that is made once `num_tokens` are computed, if there is one."""
-        return next((cut for cut in reversed(self) if cut.position <= num_tokens), None)
+        num_made = self.num_made(num_tokens)
+        return self[num_made - 1] if num_made else None
 
     def role(self, block_index: int, num_tokens: int) -> Role:
         """What a block is for once `num_tokens` are computed; before every cut all are tail."""
@@ -78,10 +87,11 @@ class Cuts(tuple[Cut, ...]):
     def is_private(self, block_index: int) -> bool:
         """Whether a block may belong to this request only, from its first token on.
 
-        Such a block is neither hashed nor taken from the prefix cache. Some cut does not just free
-        it: either it is overwritten, or it may hold entries computed when others had been dropped.
+        Such a block is neither hashed nor taken from the prefix cache. The first cut does not just
+        free it: either it is overwritten, or it may hold entries computed when others had been
+        dropped.
         """
-        return any(cut.role(block_index) is not Role.FREED for cut in self)
+        return bool(self) and block_index >= self.first_private
 
     @property
     def first_private(self) -> int:
@@ -94,36 +104,53 @@ class Cuts(tuple[Cut, ...]):
         return self[0].position
 
 
-def cuts(num_prompt_tokens: int, block_size: int, config: EvictionConfig) -> Cuts:
-    """Computes all cuts of a request: today one, if it frees anything.
+def cuts(
+    num_prompt_tokens: int, block_size: int, config: EvictionConfig, max_tokens: int = 0
+) -> Cuts:
+    """Computes all cuts of a request, those that free anything.
 
-    It lies at the prompt's end or, where a context is marked, at the last block border in it.
+    One lies at the prompt's end or, where a context is marked, at the last block border in it.
+    Rounds follow at every `decode_interval` tokens past the prompt, as soon as there is more than
+    the `decode_budget`.
 
     Args:
         num_prompt_tokens: Length of the prompt in tokens.
         block_size: Tokens per block.
-        config: The request's configuration; only `budget`, `window`, `context` and
-            `method` matter here.
+        config: The request's configuration; only `method`, `budget`, `window`, `context`,
+            `decode_budget` and `decode_interval` matter here.
+        max_tokens: Tokens that the request may generate.
 
     Returns:
         The cuts, none when nothing would be freed.
     """
+    if not config.enabled:
+        return Cuts()
     position = num_prompt_tokens
     if config.context is not None:
         assert config.context != "chat"  # `turns.with_context` has put a number there
         position = min(config.context, num_prompt_tokens) // block_size * block_size
-    cut = _cut_at(position, block_size, config) if config.enabled else None
-    return Cuts() if cut is None else Cuts([cut])
+    entries = budget_entries(position, config)
+    first = _cut_at(position, block_size, config.window, entries)
+    made = [] if first is None else [first]
+    if not config.decode_budget:
+        return Cuts(made)
+    step = config.decode_interval
+    for position in range(num_prompt_tokens + step, num_prompt_tokens + max_tokens, step):
+        cut = _cut_at(position, block_size, config.window, config.decode_budget)
+        if cut is not None and cut.first_packed > (made[-1].first_packed if made else 0):
+            made.append(cut)
+    return Cuts(made)
 
 
-def _cut_at(position: int, block_size: int, config: EvictionConfig) -> Cut | None:
+def _cut_at(position: int, block_size: int, window: int, entries: int) -> Cut | None:
     """The cut at a length in tokens, or None if it would free nothing.
 
-    The budget is met in whole blocks, rounded up: less is never retained than was asked for.
+    The budget, in entries, is met in whole blocks, rounded up: less is never retained than was
+    asked for.
     """
-    tail_start = (position - config.window) // block_size
+    tail_start = (position - window) // block_size
     num_tail_entries = position - tail_start * block_size
-    num_packed = max(1, -((num_tail_entries - budget_entries(position, config)) // block_size))
+    num_packed = max(1, -((num_tail_entries - entries) // block_size))
     if tail_start <= num_packed:
         return None
     return Cut(position, tail_start - num_packed, num_packed, tail_start)
@@ -137,7 +164,7 @@ def budget_entries(num_prompt_tokens: int, config: EvictionConfig) -> int:
 
 
 def budget_problem(max_prompt_tokens: int, block_size: int, config: EvictionConfig) -> str | None:
-    """Says why a budget is too small for an engine, and what is needed; None if it is not.
+    """Says why a budget or an interval is too small for an engine, and what is needed, or None.
 
     Args:
         max_prompt_tokens: Length of the longest prompt, of which a fraction must be enough.
@@ -145,6 +172,17 @@ def budget_problem(max_prompt_tokens: int, block_size: int, config: EvictionConf
         config: The configuration.
     """
     least, entries = config.window + block_size, budget_entries(max_prompt_tokens, config)
+    if 0 < config.decode_budget < least:
+        return (
+            f"decode_budget = {config.decode_budget} is too small: at least {least} are needed, "
+            f"the window of {config.window} and one block of {block_size}"
+        )
+    if config.decode_budget and config.decode_interval < max(block_size, config.window):
+        return (
+            f"decode_interval = {config.decode_interval} is too short: at least "
+            f"{max(block_size, config.window)} are needed, a block of {block_size} and the window "
+            f"of {config.window}"
+        )
     if entries >= least:
         return None
     return (

@@ -36,6 +36,8 @@ class Snapshot:
         num_freed: Blocks freed since the start.
         num_freed_bytes: Bytes of them.
         num_refused: Requests refused for their eviction settings since the start.
+        num_rounds: Rounds made while requests generated, since the start.
+        num_round_blocks: Blocks freed in them.
         num_contexts: Compressed contexts that are held.
         num_context_bytes: Bytes of them.
         num_context_hits: Requests that found their context compressed since the start.
@@ -57,6 +59,8 @@ class Snapshot:
     num_freed: int
     num_freed_bytes: int
     num_refused: int
+    num_rounds: int
+    num_round_blocks: int
     num_contexts: int
     num_context_bytes: int
     num_context_hits: int
@@ -112,6 +116,8 @@ class Snapshot:
             num_freed=int(total("kv_eviction_freed_blocks_total")),
             num_freed_bytes=int(total("kv_eviction_freed_bytes_total")),
             num_refused=int(total("kv_eviction_refusals_total")),
+            num_rounds=int(total("kv_eviction_rounds_total")),
+            num_round_blocks=int(total("kv_eviction_round_freed_blocks_total")),
             num_contexts=int(total("kv_eviction_contexts")),
             num_context_bytes=int(total("kv_eviction_context_held_bytes")),
             num_context_hits=int(total("kv_eviction_context_hits_total")),
@@ -189,6 +195,11 @@ def render(snapshot: Snapshot, url: str) -> RenderableType:
         f"{snapshot.num_context_tokens} tokens not prefilled"
     )
     lines = [requests, freed]
+    if snapshot.num_rounds:
+        lines.append(
+            f"rounds        {snapshot.num_rounds} since the start, {snapshot.num_round_blocks} "
+            "blocks freed"
+        )
     if snapshot.num_contexts or snapshot.num_context_hits:
         lines.append(contexts)
     if not snapshot.evicts:

@@ -25,6 +25,7 @@ from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.request import Request as LiveRequest
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.retention import Cuts
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.tiny_model import tiny_model
 
@@ -158,7 +159,7 @@ class Layers:
         return torch.randn(shape, generator=self.random).to(self.dtype)
 
     def _requests_of(self, common: CommonAttentionMetadata) -> list[LiveRequest]:
-        nothing = LiveRequest(0, self.eviction, None)
+        nothing = LiveRequest(0, self.eviction, Cuts(), None)
         return self.prompts + [nothing] * (common.num_reqs - len(self.prompts))
 
     def request(self, num_prompt_tokens: int, num_tokens: int) -> Request:

@@ -25,6 +25,7 @@ SETTINGS_OF_REQUESTS = st.fixed_dictionaries(
         "kv_eviction": st.sampled_from(METHODS_OF_REQUESTS),
         "kv_eviction_budget": st.sampled_from((18, 21, 40, 0.2, 0.6)),
         "kv_eviction_context": st.sampled_from((7, 61, 64, 100)),
+        "kv_eviction_decode_budget": st.sampled_from((0, 18, 26)),
     },
 )
 
@@ -35,6 +36,10 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
     window = draw(st.integers(1, 10))
     entries = window + block_size + draw(st.sampled_from((0, 1, 7, 24)))
     method = draw(st.sampled_from(("adakv", "adakv", "layer-thetakv", "h2o", "none")))
+    context = draw(st.sampled_from((None, None, 80)))
+    decode_budget = draw(st.sampled_from((0, entries)))
+    if method == "h2o" or context is not None:
+        decode_budget = 0
     allow_override = draw(st.sampled_from((OVERRIDE_NAMES, OVERRIDE_NAMES, *SOME_OVERRIDES)))
     if method == "none":  # otherwise nobody would ever drop anything, and the server be stock
         allow_override = OVERRIDE_NAMES
@@ -45,7 +50,9 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
             method=method,
             window=window,
             budget=draw(st.sampled_from((entries, entries, entries, 0.3))),
-            context=draw(st.sampled_from((None, None, 80))),
+            context=context,
+            decode_budget=decode_budget,
+            decode_interval=draw(st.sampled_from((10, 12, 17))),
             allow_override=allow_override,
         ),
         max_num_seqs=draw(st.integers(2, 6)),
@@ -162,6 +169,28 @@ class BlockAccounting(RuleBasedStateMachine):
             extra_args = {key: value for key, value in given.items() if value is not None}
             self.asked.append((self.server.add(text + own, max_tokens, 0, extra_args), extra_args))
 
+    @precondition(lambda self: len(self.server.unfinished) < 4 and len(self.server.all) % 3 == 0)
+    @rule(
+        length=st.integers(1, 60),
+        max_tokens=st.integers(40, 70),
+        num_steps=st.integers(10, 40),
+        again=st.booleans(),
+        method=st.sampled_from((None, "adakv-perturb", "layer-thetakv")),
+    )
+    def generate(
+        self, length: int, max_tokens: int, num_steps: int, again: bool, method: str | None
+    ) -> None:
+        """A long answer, perhaps interrupted on the way."""
+        own = [-(10_000 * (len(self.server.all) + 1) + i) for i in range(length)]
+        extra_args: dict[str, Any] = {"kv_eviction_decode_budget": 18}
+        if method is not None:
+            extra_args["kv_eviction"] = method
+        self.server.add(own, max_tokens, 0, extra_args)
+        for _ in range(num_steps):
+            self.server.step(64)
+        if again:
+            self.reset_prefix_cache(running=True)
+
     @precondition(lambda self: self.asked and len(self.server.unfinished) < MAX_UNFINISHED)
     @rule(index=st.integers(-3, -1), question=st.integers(0, 12), num_steps=st.integers(0, 12))
     def ask_again(self, index: int, question: int, num_steps: int) -> None:
@@ -218,5 +247,6 @@ class BlockAccounting(RuleBasedStateMachine):
             self.seen["different settings in a batch"] += worker.num_mixed
             self.seen["resumed past the prompt"] += worker.num_resumed_past_prompt
             self.seen["windows in several chunks"] += worker.num_windows_in_chunks
+            self.seen["rounds"] += worker.num_rounds
             self.seen["contexts found"] += worker.num_contexts_found
             self.seen["turns found"] += worker.num_turns_found

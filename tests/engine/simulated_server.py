@@ -28,7 +28,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.engine.tagged_rows import retained_blocks
+from tests.engine.tagged_rows import Retained, retained_blocks, retained_in_rounds
 from tests.engine.tagged_worker import NUM_KV_HEADS, TaggedWorker
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutAsyncScheduler, CutScheduler
@@ -120,6 +120,7 @@ def own_eviction(
         "kv_eviction": "method",
         "kv_eviction_budget": "budget",
         "kv_eviction_context": "context",
+        "kv_eviction_decode_budget": "decode_budget",
     }
     changes = {fields[key]: value for key, value in extra_args.items()}
     if any(
@@ -127,6 +128,9 @@ def own_eviction(
         for name, value in changes.items()
     ):
         changes = {"method": "none"}
+    chosen = server.model_copy(update=changes)
+    if chosen.decode_budget and (chosen.context is not None or chosen.method == "h2o"):
+        changes = {"method": "none"}  # what no round can do
     if max_tokens == 1 and changes.get("context", server.context) is None:
         changes = {"method": "none"}
     return server.model_copy(update=changes)
@@ -166,7 +170,8 @@ class Server:
     ) -> None:
         self.settings, self.seen = settings, Counter() if seen is None else seen
         stock = AsyncScheduler if settings.async_scheduling else Scheduler
-        if settings.eviction.may_pool or settings.eviction.may_share:
+        needs = settings.eviction
+        if needs.may_pool or needs.may_share or needs.may_make_rounds:
             stock = CutAsyncScheduler if settings.async_scheduling else CutScheduler
         self.scheduler = make_scheduler(settings, scheduler_class or stock)
         self.worker = TaggedWorker(
@@ -313,7 +318,7 @@ class Server:
         }
         for request_id, num_tokens in hits.items():
             request = self.scheduler.requests[request_id]
-            retained = self.retained(request)
+            retained = next(iter(self.retained(request)), None)
             cap = request.num_tokens - 1
             eviction = self.all[request_id].eviction
             is_context = bool(retained) and num_tokens >= retained.position
@@ -337,18 +342,22 @@ class Server:
             expected = -(-request.num_computed_tokens // self.settings.block_size)
             # The step of its last prompt token must be over before anything is freed.
             processed = request.num_computed_tokens - request.num_in_flight_tokens
-            retained = self.retained(request)
-            if retained and processed >= retained.position and is_scheduled:
-                expected -= retained.num_freed
+            made = [each for each in self.retained(request) if processed >= each.position]
+            if made and is_scheduled:
+                expected -= made[-1].num_freed
                 self.seen["steps of a request with freed blocks"] += 1
-            elif retained and processed >= retained.position:
+            elif made:
                 expected = num_held  # not looked at in this step: whatever it had
         if num_held != expected:
             raise LostError(f"{request.request_id} holds {num_held} blocks, not {expected}")
 
-    def retained(self, request: Request) -> Any:
-        eviction = self.all[request.request_id].eviction
-        return retained_blocks(request.num_prompt_tokens, self.settings.block_size, eviction)
+    def retained(self, request: Request) -> list[Retained]:
+        """What is retained of a request, cut by cut."""
+        expected = self.all[request.request_id]
+        block_size, length = self.settings.block_size, request.num_prompt_tokens
+        at_prompt = retained_blocks(length, block_size, expected.eviction)
+        rounds = retained_in_rounds(length, expected.max_tokens, block_size, expected.eviction)
+        return rounds if at_prompt is None else [at_prompt, *rounds]
 
     def drain(self) -> None:
         """Runs until everybody is finished; then the pool is as it was at the start."""

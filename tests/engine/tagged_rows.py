@@ -47,8 +47,31 @@ def retained_blocks(
     budget = eviction.budget
     if isinstance(budget, float):
         budget = int(np.ceil(budget * position))
+    return _retained(position, block_size, eviction.window, budget)
+
+
+def retained_in_rounds(
+    num_prompt_tokens: int, max_tokens: int, block_size: int, eviction: EvictionConfig
+) -> list[Retained]:
+    """The same for what is generated: one for each round that frees more than was free before."""
+    if eviction.method == "none" or not eviction.decode_budget:
+        return []
+    at_prompt = retained_blocks(num_prompt_tokens, block_size, eviction)
+    num_freed = at_prompt.num_freed if at_prompt else 0
+    rounds = []
+    for length in range(num_prompt_tokens + 1, num_prompt_tokens + max_tokens):
+        if (length - num_prompt_tokens) % eviction.decode_interval:
+            continue
+        found = _retained(length, block_size, eviction.window, eviction.decode_budget)
+        if found and found.num_freed > num_freed:
+            rounds.append(found)
+            num_freed = found.num_freed
+    return rounds
+
+
+def _retained(position: int, block_size: int, window: int, budget: int) -> Retained | None:
     tail_start = 0
-    while (tail_start + 1) * block_size <= position - eviction.window:
+    while (tail_start + 1) * block_size <= position - window:
         tail_start += 1
     first_retained = tail_start - 1
     while first_retained > 0 and position - first_retained * block_size < budget:
@@ -71,8 +94,23 @@ class Row:
         self.num_computed, self.num_new = new.num_computed_tokens, 0
         self.tags = np.zeros(max_len + 1, dtype=np.int64)
         self.num_tagged = 0
-        self.retained = retained_blocks(len(prompt), block_size, eviction)
+        self.at_prompt = retained_blocks(len(prompt), block_size, eviction)
+        assert new.sampling_params is not None
+        max_tokens = new.sampling_params.max_tokens or 0
+        self.rounds = retained_in_rounds(len(prompt), max_tokens, block_size, eviction)
         self.packed: list[list[np.ndarray]] = []
+        self.packed_position = -1
+
+    @property
+    def retained(self) -> Retained | None:
+        """What its next tokens read of the earlier ones."""
+        made = [each for each in self.rounds if each.position <= self.num_computed]
+        return made[-1] if made else self.at_prompt
+
+    @property
+    def first(self) -> Retained | None:
+        """What is retained when something is dropped for the first time."""
+        return next(iter([self.at_prompt] if self.at_prompt else self.rounds), None)
 
     @property
     def settings(self) -> tuple[object, ...]:

@@ -9,6 +9,7 @@ the reading request must see.
 from collections.abc import Callable
 from functools import partial
 from random import Random
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -20,10 +21,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 from tests.engine.tagged_rows import Row, require
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.step.packing import Packing
-from vllm_kvselect.engine.step.request import LiveRequests, Phase
+from vllm_kvselect.engine.step.request import LiveRequests, Phase, Request
+from vllm_kvselect.engine.step.rounds import Held, Rounds
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch
 from vllm_kvselect.engine.step.split import Observation, Split, Splitter, StockPart
 from vllm_kvselect.engine.step.state import RetentionState
+from vllm_kvselect.methods.choice import Retention
+from vllm_kvselect.retention import Cut
 from vllm_kvselect.scoring import h2o
 from vllm_kvselect.scoring.inputs import ScoringInputs
 
@@ -75,14 +79,17 @@ class TaggedWorker:
         self.state = RetentionState(num_blocks, NUM_LAYERS, NUM_KV_HEADS)
         self.live = LiveRequests(eviction, block_size)
         self.splitter = Splitter(
-            self.state, lambda _: [self.live[row.request_id] for row in self.rows], block_size
+            self.state,
+            lambda _: [self.live[row.request_id] for row in self.rows],
+            block_size,
+            TaggedRounds(self).make,
         )
         self._tag_of: dict[tuple[object, ...], int] = {}
         # By first packed block: of which context, and what every head of every layer retained.
         self._packed_at: dict[int, tuple[tuple[object, ...], list[list[np.ndarray]]]] = {}
         self.num_completions = self.num_headwise = self.num_resumed_past_prompt = 0
         self.num_windows_in_chunks = self.num_whole_prompts = self.num_pools = 0
-        self.num_mixed = self.num_contexts_found = self.num_turns_found = 0
+        self.num_mixed = self.num_contexts_found = self.num_turns_found = self.num_rounds = 0
 
     # The batch
 
@@ -132,6 +139,7 @@ class TaggedWorker:
         """What a request that begins past its cut must read: all of it packed for one request."""
         if row.retained is None or row.num_computed < row.retained.position:
             return
+        row.packed_position = row.retained.position
         found, row.packed = self._packed_at.get(row.table[row.retained.num_freed], ((), []))
         require(found == row.context, f"decoding of {row.request_id} found another context")
         self.num_contexts_found += 1
@@ -154,7 +162,7 @@ class TaggedWorker:
         require(len(row.tokens) >= row.seq_len, row.request_id, "has unknown tokens")
         for index in range(row.num_tagged, row.seq_len):
             key: tuple[object, ...] = (int(row.tags[index - 1]) if index else 0, row.tokens[index])
-            if row.retained and index >= row.retained.position:
+            if row.first and index >= row.first.position:
                 key = (*key, *row.settings)
             row.tags[index] = self._tag_of.setdefault(key, len(self._tag_of) + 1)
         row.num_tagged = max(row.num_tagged, row.seq_len)
@@ -170,18 +178,22 @@ class TaggedWorker:
     def _forward(self) -> None:
         query_lens = np.array([row.num_new for row in self.rows], dtype=np.int32)
         query_start = np.concatenate(([0], query_lens.cumsum())).astype(np.int32)
+        common = self._metadata(query_start)
+        # As in an engine: rounds are made before anything of the step is written.
+        split = self.splitter.split(common)
         for row in self.rows:
             positions = np.arange(row.num_computed, row.seq_len)
             blocks = np.array(row.table)[positions // self.block_size]
             require((blocks > 0).all(), row.request_id, "writes to the null block")
             self.cache[:, blocks, :, positions % self.block_size] = self._entries(row, positions)
-        common = self._metadata(query_start)
-        split = self.splitter.split(common)
         if split is None:
             split = Split([StockPart(None, common)], [], [], [])
         self._read_stock(split)
         tokens = [row.tags[row.num_computed : row.seq_len] for row in self.rows]
         queries = torch.from_numpy(np.concatenate(tokens))
+        if split.seen is not None:
+            for layer in range(NUM_LAYERS):
+                split.seen.see(layer, queries[:, None, None])
         for observation in split.observations:
             self._observe(observation, queries[observation.tokens])
         self._complete(split)
@@ -281,7 +293,7 @@ class TaggedWorker:
         num_freed, tail_start = row.retained.num_freed, row.retained.tail_start
         # Deterministic, as selection is: a resumed request retains what it retained before.
         random = Random(f"{row.request_id} retains")
-        row.packed = []
+        row.packed, row.packed_position = [], row.retained.position
         num_handed_out = 0
         self.num_pools += packing.is_pooled
         packed = packing.blocks[num_freed:tail_start].tolist()
@@ -346,10 +358,111 @@ class TaggedWorker:
 
     def _compare_head(self, row: Row, layer: int, head: int, read: np.ndarray) -> None:
         assert row.retained
-        require(row.packed, f"decoding of {row.request_id} came before its packing")
+        is_packed = row.packed and row.packed_position == row.retained.position
+        require(is_packed, f"decoding of {row.request_id} came before its packing")
         tail = np.arange(row.retained.tail_start * self.block_size, row.seq_len)
         expected = row.packed[layer][head], row.tags[tail] * CODES.size + CODES[layer, head]
         require(
             row.request_id in self.damaged or np.array_equal(read, np.concatenate(expected)),
             f"decoding of {row.request_id} read wrong entries: layer {layer}, head {head}",
         )
+
+
+class TaggedLayer:
+    """Stands for all layers when entries are moved: what is moved are tags.
+
+    Args:
+        cache: `[num_layers, num_blocks, num_kv_heads, block_size]`.
+    """
+
+    def __init__(self, cache: np.ndarray) -> None:
+        self.kv_cache = torch.from_numpy(cache)[0, ..., None]
+
+    @staticmethod
+    def move_slots(cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        slots = cache.view(-1)
+        slots[targets] = slots[sources].clone()
+
+
+class TaggedRounds(Rounds):
+    """The product's rounds, but for the choice: it is drawn, and all that it could see is checked.
+
+    Args:
+        worker: Whose requests they are.
+    """
+
+    def __init__(self, worker: TaggedWorker) -> None:
+        layers: list[Any] = [TaggedLayer(worker.cache)] * NUM_LAYERS
+        super().__init__(layers, worker.state, worker.block_size)
+        self._worker = worker
+
+    def _choose(self, request: Request, cut: Cut, held: Held) -> list[Retention]:
+        (row,) = (
+            each for each in self._worker.rows if self._worker.live[each.request_id] is request
+        )
+        retained = row.retained
+        require(retained is not None, row.request_id, "has a round that is not due")
+        assert retained is not None
+        expected = (retained.position, retained.num_freed, retained.tail_start)
+        got = (cut.position, cut.first_packed, cut.tail_start)
+        require(got == expected, f"a round of {row.request_id} at {got}, not {expected}")
+        entries = self._check_held(row, cut, held)
+        self._check_queries(row, request, cut)
+        # Deterministic, as selection is.
+        random = Random(f"{row.request_id} retains at {cut.position}")
+        self._worker.num_rounds += 1
+        layers = (
+            [[*range(NUM_LAYERS)]] if request.method.pooled else [[i] for i in range(NUM_LAYERS)]
+        )
+        retentions = [self._draw(random, pool, cut, held) for pool in layers]
+        row.packed, row.packed_position = [[] for _ in range(NUM_LAYERS)], cut.position
+        for pool, retention in zip(layers, retentions, strict=True):
+            owner, column = np.divmod(retention.retained.numpy(), held.num_competing)
+            for index in range(len(pool) * NUM_KV_HEADS):
+                layer, head = pool[index // NUM_KV_HEADS], index % NUM_KV_HEADS
+                row.packed[layer].append(entries[layer][head][column[owner == index]])
+        return retentions
+
+    def _draw(self, random: Random, pool: list[int], cut: Cut, held: Held) -> Retention:
+        """Pages for each head, no more than it can fill, and entries for them."""
+        absent = held.num_absent[pool].flatten().tolist()
+        room = [(held.num_competing - none) // self._block_size for none in absent]
+        pages = [0] * len(absent)
+        for _ in range(cut.num_packed * len(absent)):
+            head = random.choice([i for i, most in enumerate(room) if pages[i] < most])
+            pages[head] += 1
+        chosen = [
+            head * held.num_competing + column
+            for head, count in enumerate(pages)
+            for column in sorted(
+                random.sample(range(absent[head], held.num_competing), count * self._block_size)
+            )
+        ]
+        offsets = torch.tensor([0, *np.cumsum(pages).tolist()])
+        return Retention(torch.tensor(chosen), offsets)
+
+    def _check_held(self, row: Row, cut: Cut, held: Held) -> list[list[np.ndarray]]:
+        """A round sees what was retained and everything after it, and no more."""
+        slots = torch.from_numpy(self._worker.cache).view(-1, self._block_size)
+        found = []
+        before = [each for each in row.rounds if each.position < cut.position]
+        last = before[-1] if before else row.at_prompt
+        tail = np.arange(last.tail_start * self._block_size if last else 0, cut.position)
+        for layer in range(NUM_LAYERS):
+            found.append([slots[pages].flatten().numpy() for pages in held.pages[layer]])
+            for head in range(NUM_KV_HEADS):
+                packed = row.packed[layer][head] if last else np.zeros(0, dtype=np.int64)
+                own = row.tags[tail] * CODES.size + CODES[layer, head]
+                read = found[layer][head][int(held.num_absent[layer, head]) : held.num_entries]
+                require(
+                    row.request_id in self._worker.damaged
+                    or np.array_equal(read, np.concatenate((packed, own))),
+                    f"a round of {row.request_id} read wrong entries: layer {layer}, head {head}",
+                )
+        return found
+
+    def _check_queries(self, row: Row, request: Request, cut: Cut) -> None:
+        for position in range(cut.position - request.eviction.window, cut.position):
+            queries, place = request.seen[position]
+            tags = queries.of_token(place).flatten()
+            require((tags == row.tags[position]).all(), "a round looks through other queries")

@@ -15,8 +15,10 @@ from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine.frontend import arguments
 from vllm_kvselect.engine.frontend import start_up as report
 from vllm_kvselect.engine.scheduler.checked_scheduler import CheckedScheduler
+from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
 from vllm_kvselect.tiny_model import tiny_model
 
+SNAPKV_OF_ALL = ("--kv-eviction", "snapkv", "--kv-eviction-budget", "1.0")
 NONE_BUT_CHOICE = ("--kv-eviction", "none", "--kv-eviction-allow-override")
 
 
@@ -207,6 +209,15 @@ def test_start_up_says_what_is_retained_and_freed(caplog: pytest.LogCaptureFixtu
     ]
 
 
+def test_start_up_says_how_answers_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    rounds = ("--kv-eviction-decode-budget", "512", "--kv-eviction-decode-interval", "64")
+    ((level, line),) = said(caplog, "--kv-eviction", "snapkv", *rounds)
+    assert level == logging.INFO
+    assert line.endswith("; brings requests that generate back to 512 entries every 64 tokens")
+    config: Any = parse("--kv-eviction", "snapkv", *rounds).create_engine_config()
+    assert config.scheduler_config.get_scheduler_cls() is CutScheduler
+
+
 @pytest.mark.parametrize(
     ("options", "retained"),
     [
@@ -236,6 +247,8 @@ def test_a_server_that_can_never_drop_anything_warns(
         ("--kv-eviction", "adakv", "--kv-eviction-budget", "2016"),
         (*NONE_BUT_CHOICE, "method"),
         (*NONE_BUT_CHOICE, "method,budget", "--kv-eviction-budget", "2048"),
+        (*SNAPKV_OF_ALL, "--kv-eviction-decode-budget", "512"),
+        (*SNAPKV_OF_ALL, "--kv-eviction-allow-override", "decode_budget"),
     ],
 )
 def test_a_server_that_may_drop_something_does_not_warn(

@@ -135,8 +135,11 @@ def test_models_that_cannot_be_served(name: str, tmp_path: Path) -> None:
         ({"budget": 0.0}, r"budget = 0\.0 is not accepted"),
         ({"budget": 63}, r"budget = 63 retains 63.*at least 64.*window of 32 and one block of 32"),
         ({"budget": 0.01}, r"budget = 0\.01 retains 21 entries of 2048 tokens; at least 64"),
-        ({"budgets": 64}, r"unknown key 'budgets'; accepted keys: method, budget, context"),
+        ({"budgets": 64}, r"unknown key 'budgets'; accepted keys: method, budget, decode_budget"),
         ({"window": 0}, r"window = 0 is not accepted"),
+        ({"decode_budget": 40}, r"decode_budget = 40 is too small: at least 64"),
+        ({"decode_budget": 64, "decode_interval": 16}, r"decode_interval = 16 is too short"),
+        ({"method": "layer-probe", "decode_budget": 512}, r"scores tokens as they are computed"),
         ({"alpha": 1.5}, r"alpha = 1\.5 is not accepted"),
         ("adakv", r"additional_config\['kv_eviction'\] = 'adakv' must be a mapping"),
     ],
@@ -175,8 +178,16 @@ def test_another_scheduler_and_a_pool_exclude_each_other() -> None:
     assert settings_problems(config, EvictionConfig(method="h2o")) == []
 
 
-@pytest.mark.parametrize("eviction", [{"context": 500}, {"allow_override": ["context"]}])
-def test_another_scheduler_and_contexts_exclude_each_other(eviction: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "eviction",
+    [
+        {"context": 500},
+        {"allow_override": ["context"]},
+        {"decode_budget": 512},
+        {"allow_override": ["decode_budget"]},
+    ],
+)
+def test_another_scheduler_excludes_contexts_and_rounds(eviction: dict[str, Any]) -> None:
     assert create(eviction).scheduler_config.get_scheduler_cls() is CutScheduler
     with pytest.raises(ConfigError, match=r"leave one of them out"):
         create(eviction, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
@@ -394,6 +405,11 @@ def test_settings_that_are_refused_on_cuda(change: Any, message: str, on_cuda: V
     change(on_cuda)
     with pytest.raises(ConfigError, match=message):
         refuse_unsupported(on_cuda, EvictionConfig())
+
+
+def test_rounds_are_refused_on_cuda(on_cuda: VllmConfig) -> None:
+    with pytest.raises(ConfigError, match="decode_budget is not supported on CUDA yet"):
+        refuse_unsupported(on_cuda, EvictionConfig(decode_budget=512))
 
 
 def test_other_platforms_are_refused(on_cuda: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from tests.engine.machine import BlockAccounting
 from tests.engine.simulated_server import IntegrityError, LostError, Server, Settings
 from tests.engine.tagged_rows import WrongEntryError
+from tests.engine.tagged_worker import TaggedLayer
 from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
 from vllm_kvselect.engine.scheduler import block_manager, contexts
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
@@ -27,7 +28,9 @@ from vllm_kvselect.engine.step import split as step_split
 from vllm_kvselect.engine.step.packing import Packing
 from vllm_kvselect.engine.step.page_tables import SettledRows
 from vllm_kvselect.engine.step.request import LiveRequests, Request
+from vllm_kvselect.engine.step.rounds import Rounds
 from vllm_kvselect.engine.step.rows import Rows
+from vllm_kvselect.engine.step.seen_queries import SeenQueries
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch
 from vllm_kvselect.engine.step.split import Observation, Split, Splitter
 from vllm_kvselect.retention import Cut, cuts
@@ -120,6 +123,7 @@ def test_ten_thousand_steps(request: pytest.FixtureRequest) -> None:
         "pools packed",
         "hits up to the cap",
         "different settings in a batch",
+        "rounds",
         "contexts found",
         "turns found",
         "settings refused",
@@ -390,6 +394,67 @@ def forget_offsets_with_their_request(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LiveRequests, "update", update_and_forget)
 
 
+def make_rounds_a_step_early(patch: pytest.MonkeyPatch) -> None:
+    due_round = Request.due_round.fget
+
+    def due_early(self: Request) -> Cut | None:
+        done = self.num_computed
+        self.num_computed = done + 1
+        found = due_round(self)
+        self.num_computed = done
+        return found
+
+    patch.setattr(Request, "due_round", property(due_early))
+
+
+def keep_the_offsets_of_the_round_before(patch: pytest.MonkeyPatch) -> None:
+    def old_offsets(self: Rounds, retentions: Any) -> torch.Tensor:
+        made = offsets(self, retentions)
+        kept = getattr(self, "kept", None)
+        self.kept = made  # type: ignore[attr-defined]
+        return made if kept is None or kept[-1, -1] != made[-1, -1] else kept
+
+    offsets = Rounds._offsets
+    patch.setattr(Rounds, "_offsets", old_offsets)
+
+
+def read_freed_blocks_once_more(patch: pytest.MonkeyPatch) -> None:
+    held = Rounds._held
+    patch.setattr(Rounds, "_held", lambda self, last, *args: held(self, None, *args))
+
+
+def move_entries_of_rounds_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    move_slots = TaggedLayer.move_slots
+
+    def move_reversed(cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        move_slots(cache, sources, targets.flip(0))
+
+    patch.setattr(TaggedLayer, "move_slots", staticmethod(move_reversed))
+
+
+def let_chunks_run_past_rounds(patch: pytest.MonkeyPatch) -> None:
+    limit = CutScheduler._reserve_prefill_lookahead
+
+    def limit_pooled(self: CutScheduler, request: Any, *args: int) -> int:
+        manager = block_manager.headwise_manager(self.kv_cache_manager)
+        return limit(self, request, *args) if manager.is_pooled(request) else args[1]
+
+    patch.setattr(CutScheduler, "_reserve_prefill_lookahead", limit_pooled)
+
+
+def look_through_the_queries_of_the_token_before(patch: pytest.MonkeyPatch) -> None:
+    def shifted(self: SeenQueries, tokens: torch.Tensor, num_layers: int) -> None:
+        init(self, (tokens - 1).clamp(min=0), num_layers)
+
+    init = SeenQueries.__init__
+    patch.setattr(SeenQueries, "__init__", shifted)
+
+
+def plan_rounds_without_the_scheduler(patch: pytest.MonkeyPatch) -> None:
+    planned_cuts = block_manager.cuts
+    patch.setattr(block_manager, "cuts", lambda *args: planned_cuts(*args[:3]))
+
+
 Errors = type[Exception] | tuple[type[Exception], ...]
 Mutant = tuple[Callable[[pytest.MonkeyPatch], None], Errors, str]
 
@@ -471,6 +536,29 @@ MUTANTS: dict[str, Mutant] = {
         forget_offsets_with_their_request,
         WrongEntryError,
         "decoding",
+    ),
+    "a round a step early": (make_rounds_a_step_early, WrongEntryError, "not due|a round of"),
+    "the offsets of the round before": (
+        keep_the_offsets_of_the_round_before,
+        WrongEntryError,
+        "wrong entries",
+    ),
+    "freed blocks read once more": (read_freed_blocks_once_more, WrongEntryError, "a round of"),
+    "entries of a round moved elsewhere": (
+        move_entries_of_rounds_in_another_order,
+        WrongEntryError,
+        "wrong entries",
+    ),
+    "a chunk past a round": (let_chunks_run_past_rounds, RuntimeError, "runs past"),
+    "a round looks through other queries": (
+        look_through_the_queries_of_the_token_before,
+        WrongEntryError,
+        "other queries",
+    ),
+    "rounds that the scheduler does not know": (
+        plan_rounds_without_the_scheduler,
+        (IntegrityError, LostError, RuntimeError, WrongEntryError),
+        "holds|private|runs past|freed",
     ),
     "the server's settings for a request's blocks": (
         plan_blocks_with_the_servers_settings,

@@ -10,6 +10,7 @@ from vllm_kvselect.engine.step import page_tables
 from vllm_kvselect.engine.step.page_tables import PageTables, SettledRows
 from vllm_kvselect.engine.step.request import Request
 from vllm_kvselect.engine.step.state import RetentionState
+from vllm_kvselect.retention import Cuts
 
 BLOCK_SIZE, NUM_LAYERS, NUM_KV_HEADS = 4, 2, 3
 TAIL_START = 6
@@ -86,7 +87,7 @@ def test_prompts_packed_into_the_same_blocks_are_seen(state: RetentionState) -> 
     tables = PageTables(state, BLOCK_SIZE)
     rows = settled([26])
     assert_up_to_date(tables, rows, state)
-    state.complete(Request(24, EvictionConfig(budget=128), None))
+    state.complete(Request(24, EvictionConfig(budget=128), Cuts(), None))
     state.offsets[rows.first_packed_blocks] = torch.tensor(
         [[0, 2, 3, 6], [6, 8, 9, 12]], dtype=torch.int32
     )

@@ -107,3 +107,36 @@ def test_what_aborted_prefills_have_shown_ends_with_them() -> None:
         seen.append(weakref.ref(observer))
     del observer
     assert [reference() is not None for reference in seen] == [False] * 79 + [True]
+
+
+def test_rounds_are_due_when_what_comes_before_them_is_computed() -> None:
+    live = LiveRequests(EvictionConfig(budget=1.0, decode_budget=128), BLOCK_SIZE)
+    new = message(("a", 100, None))
+    new.scheduled_new_reqs[0].sampling_params = SamplingParams(max_tokens=500)
+    live.update(new)
+    request = live["a"]
+    assert request.cut is None
+    # 228 tokens hold less than a block more than the budget takes in whole blocks.
+    assert [cut.position for cut in request.cuts] == [228, 356, 484]
+
+    def step(num_computed: int, *resumed: str) -> None:
+        cached = CachedRequestData.make_empty()
+        cached.req_ids, cached.num_computed_tokens = ["a"], [num_computed]
+        cached.resumed_req_ids.update(resumed)
+        live.update(message(scheduled_cached_reqs=cached))
+
+    step(227)
+    assert request.due_round is None
+    assert request.next_round == request.cuts[0]
+    step(228)
+    assert request.due_round == request.cuts[0]
+    request.make_round(request.cuts[0])
+    assert request.due_round is None
+    assert request.phase is Phase.PACKED
+    assert request.next_round == request.cuts[1]
+    assert request.num_saved_blocks == request.cuts[0].first_packed
+    step(0, "a")
+    assert request.cut is request.due_round is None
+    assert request.num_saved_blocks == 0
+    step(228)
+    assert request.due_round == request.cuts[0]

@@ -19,7 +19,8 @@ SERVER: dict[str, Any] = {
     "method": "adakv-perturb",
     "budget": 96,
     "window": 20,  # no multiple of the block size, so that their borders are not the same
-    "allow_override": ["method", "budget", "context"],
+    "decode_interval": 40,
+    "allow_override": ["method", "budget", "context", "decode_budget"],
 }
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
@@ -30,6 +31,8 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"kv_eviction": "snapkv", "kv_eviction_budget": 128},
     {"kv_eviction": "adakv", "kv_eviction_budget": 64},
     {"kv_eviction": "defensivekv"},
+    {"kv_eviction_decode_budget": 64},
+    {"kv_eviction_decode_budget": 80, "kv_eviction": "layer-thetakv", "kv_eviction_budget": 1.0},
     {"kv_eviction_context": 200},
     {"kv_eviction_context": 250, "kv_eviction": "layer-keydiff-perturb"},
     {"kv_eviction_context": 256, "kv_eviction": "ada-expected-attention"},
@@ -54,6 +57,7 @@ GREEDY: dict[str, dict[str, Any]] = {
     },
     "regular expression": {"max_tokens": 12, "structured_outputs": {"regex": "[A-Z]{3}-[0-9]{5}"}},
     "until the context is full": {"max_tokens": None, "ignore_eos": True},
+    "long answer": {"max_tokens": 110, "ignore_eos": True},
 }
 SAMPLED: dict[str, dict[str, Any]] = {
     "seeded": {"max_tokens": 10, "temperature": 0.9, "top_p": 0.9, "seed": 11},

@@ -4,7 +4,7 @@ It travels where vLLM carries telemetry of KV connectors, from `ModelRunnerOutpu
 `SchedulerStats`: connectors are refused with eviction, so nothing else uses it.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -24,14 +24,16 @@ class StepReport:
         prompts: `[prompt length in tokens, blocks freed]` of each prompt packed for the first time.
         contexts: `[tokens found, blocks dropped]` of each request that found its context.
         selection_seconds: Time spent scoring, selecting and packing, in all layers, since the last
-            report; also for prompts that ended before they were packed.
+            report; rounds included, and prompts that ended before they were packed.
         num_saved_blocks: Blocks that live requests would hold as well, had nothing been dropped.
+        rounds: Blocks freed in each round; those that a preempted request makes again are left out.
     """
 
     prompts: list[list[int]]
     contexts: list[list[int]]
     selection_seconds: float
     num_saved_blocks: int
+    rounds: list[int] = field(default_factory=list)
 
     def as_connector_output(self) -> KVConnectorOutput:
         """The report in the envelope in which vLLM's scheduler passes it on."""

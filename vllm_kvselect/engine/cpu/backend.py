@@ -94,6 +94,11 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         """Values of whole pages in token order, `[num_kv_heads, n, head_size]`."""
         return self._codec.read_values(self.kv_cache, pages)
 
+    def read_held(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of whole pages in the memory of all layers; see `HeadwiseImpl`."""
+        cache = all_layers(self.kv_cache)
+        return self._codec.read_keys(cache, pages), self._codec.read_values(cache, pages)
+
     def move_slots(self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Moves entries from slots to slots of a layer's cache, or of the memory of all layers."""
         key, value = self._codec.read_entries(cache, sources)

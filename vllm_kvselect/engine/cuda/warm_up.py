@@ -16,7 +16,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cuda.builder import CudaMetadataBuilder
 from vllm_kvselect.engine.step.request import Request
 from vllm_kvselect.methods.registry import METHODS
-from vllm_kvselect.retention import cuts
+from vllm_kvselect.retention import Cuts, cuts
 
 _LONGEST = 16384
 """From this length on the kernels' tiles and splits stay the same."""
@@ -41,7 +41,7 @@ def warm_up(
             _pack(builder, request, num_tokens)
             if not METHODS[method].whole_prompt:
                 _pack(builder, request, config.window)  # reads the rest from the cache
-    nothing = Request(0, eviction, None)
+    nothing = Request(0, eviction, Cuts(), None)
     rows = builder.tables.decode_batch([nothing], _common(builder, 1, 1), 0).rows
     for index in range(len(builder.layers)):
         builder.tables.of_layer(index, rows)

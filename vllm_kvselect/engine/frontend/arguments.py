@@ -200,7 +200,7 @@ def with_turn_start(model_config: ModelConfig, eviction: EvictionConfig) -> Evic
 def choose_scheduler(scheduling: SchedulerConfig, eviction: EvictionConfig) -> None:
     """Takes a scheduler of ours where one is needed.
 
-    That is for the integrity check, for pools across layers, and for contexts.
+    That is for the integrity check, for pools across layers, for contexts and for rounds.
 
     Args:
         scheduling: vLLM's configuration of the scheduler, changed in place.
@@ -209,5 +209,7 @@ def choose_scheduler(scheduling: SchedulerConfig, eviction: EvictionConfig) -> N
     is_async = bool(scheduling.async_scheduling)
     if eviction.check_integrity:
         scheduling.scheduler_cls = _CHECKED_SCHEDULERS[is_async]
-    elif (eviction.may_pool or eviction.may_share) and scheduling.scheduler_cls is None:
+    elif scheduling.scheduler_cls is None and (
+        eviction.may_pool or eviction.may_share or eviction.may_make_rounds
+    ):
         scheduling.scheduler_cls = _CUT_SCHEDULERS[is_async]

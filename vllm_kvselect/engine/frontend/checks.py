@@ -31,6 +31,7 @@ def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> Non
         *_provider_problems(vllm_config, eviction),
         *settings_problems(vllm_config, eviction),
         *_scheduler_problems(vllm_config, eviction),
+        *_round_problems(vllm_config, eviction),
     ]
     if problems:
         raise ConfigError("kv_eviction cannot be used here: " + "; ".join(problems))
@@ -132,6 +133,22 @@ def _scheduler_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> li
             "every request compresses the same one; leave one of them out"
         ]
     return []
+
+
+def _round_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    """What stands against dropping entries again while requests generate."""
+    if not eviction.may_make_rounds:
+        return []
+    problems = []
+    if platform_name() == "cuda":
+        problems.append("decode_budget is not supported on CUDA yet; leave it out")
+    scheduler = vllm_config.scheduler_config.scheduler_cls
+    if scheduler is not None and not str(scheduler).startswith("vllm_kvselect."):
+        problems.append(
+            f"scheduler_cls = {scheduler!r} replaces the scheduler that decode_budget needs; leave "
+            "one of them out"
+        )
+    return problems
 
 
 def _pool_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:

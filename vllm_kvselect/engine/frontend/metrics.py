@@ -46,6 +46,11 @@ class EvictionStatLogger(AggregateStatLoggerBase):
         )
         self._blocks = make(Counter, "freed_blocks", "Blocks given back once prompts were packed.")
         self._bytes = make(Counter, "freed_bytes", "Bytes of the blocks given back.")
+        self._rounds = make(
+            Counter, "rounds", "Rounds in which entries of requests that generate were dropped."
+        )
+        self._round_entries = make(Counter, "round_dropped_entries", "Entries dropped in rounds.")
+        self._round_blocks = make(Counter, "round_freed_blocks", "Blocks given back in rounds.")
         self._context_hits = make(
             Counter, "context_hits", "Requests that found their context compressed."
         )
@@ -77,8 +82,8 @@ class EvictionStatLogger(AggregateStatLoggerBase):
         self._seconds = make(
             Histogram,
             "selection_seconds",
-            "Seconds that scoring, selecting and packing took for the prompts completed in a step, "
-            "those that ended before they were packed included.",
+            "Seconds that scoring, selecting and packing took for the prompts completed in a step "
+            "and for rounds, prompts that ended before they were packed included.",
             buckets=_SECONDS,
         )
         self._saved = make(
@@ -120,6 +125,10 @@ class EvictionStatLogger(AggregateStatLoggerBase):
             self._bytes[engine_idx].inc(num_blocks * self._bytes_per_block)
             num_dropped = num_blocks * self._block_size
             self._ratios[engine_idx].observe(1 - num_dropped / num_prompt_tokens)
+        for num_blocks in report.rounds:
+            self._rounds[engine_idx].inc()
+            self._round_entries[engine_idx].inc(num_blocks * self._entries_per_block)
+            self._round_blocks[engine_idx].inc(num_blocks)
         for num_tokens, num_blocks in report.contexts:
             self._context_hits[engine_idx].inc()
             self._context_tokens[engine_idx].inc(num_tokens)

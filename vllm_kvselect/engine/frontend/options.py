@@ -9,6 +9,8 @@ _DEFAULTS = EvictionConfig()
 _FIELDS = (
     "method",
     "budget",
+    "decode_budget",
+    "decode_interval",
     "context",
     "window",
     "alpha",
@@ -44,6 +46,22 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
             "fraction of the prompt (0.2).",
             _DEFAULTS.budget,
         ),
+    )
+    group.add_argument(
+        "--kv-eviction-decode-budget",
+        type=lambda text: _field("decode_budget", _number(text)),
+        metavar="ENTRIES",
+        help=_help(
+            "Entries per KV head and layer to which a request is brought back in rounds while it "
+            "generates, window included; 0 lets its answer grow.",
+            _DEFAULTS.decode_budget,
+        ),
+    )
+    group.add_argument(
+        "--kv-eviction-decode-interval",
+        type=lambda text: _field("decode_interval", _number(text)),
+        metavar="TOKENS",
+        help=_help("Tokens from one of these rounds to the next.", _DEFAULTS.decode_interval),
     )
     group.add_argument(
         "--kv-eviction-context",

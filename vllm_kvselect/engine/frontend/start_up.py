@@ -41,11 +41,17 @@ def describe(vllm_config: VllmConfig, eviction: EvictionConfig) -> str:
     num_mib = block_bytes(vllm_config) / 2**20
     num_blocks = -(-num_tokens // block_size)
     num_freed = _num_freed(num_tokens, block_size, eviction)
+    rounds = ""
+    if eviction.decode_budget:
+        rounds = (
+            f"; brings requests that generate back to {eviction.decode_budget} entries every "
+            f"{eviction.decode_interval} tokens"
+        )
     return (
         f"KV eviction {eviction.method}: retains {budget_entries(num_tokens, eviction)} entries "
         f"per KV head and layer (window {eviction.window} included) of a prompt of {num_tokens} "
         f"tokens; frees {num_freed} of its {num_blocks} blocks, "
-        f"{num_freed * num_mib:.1f} of {num_blocks * num_mib:.1f} MiB{choice}"
+        f"{num_freed * num_mib:.1f} of {num_blocks * num_mib:.1f} MiB{rounds}{choice}"
     )
 
 
@@ -61,6 +67,9 @@ def why_nothing_is_dropped(vllm_config: VllmConfig, eviction: EvictionConfig) ->
     num_tokens = vllm_config.model_config.max_model_len
     block_size = vllm_config.cache_config.block_size
     if _num_freed(num_tokens, block_size, evicting):
+        return None
+    # The longest answer is that to a prompt of one token.
+    if "decode_budget" in eviction.allow_override or cuts(1, block_size, evicting, num_tokens - 1):
         return None
     return (
         f"KV eviction {eviction.method} never drops anything here: the longest prompt "

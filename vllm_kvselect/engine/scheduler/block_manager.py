@@ -76,7 +76,9 @@ class PlannedManager(SingleTypeKVCacheManager):
             eviction = with_context(
                 self._eviction_of(request), request.prompt_token_ids, self.block_size
             )
-            request_cuts = cuts(request.num_prompt_tokens, self.block_size, eviction)
+            request_cuts = cuts(
+                request.num_prompt_tokens, self.block_size, eviction, request.max_tokens
+            )
             known = Planned(request, eviction, request_cuts)
             self._planned[request.request_id] = known
         return known

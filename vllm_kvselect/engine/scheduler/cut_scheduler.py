@@ -4,6 +4,9 @@ Pooled requests: when one resumes after preemption, its chunk may run past a cut
 pages, none of them could read what lies past it: what is retained is only known after the last
 layer. So the chunk ends at the cut, and the rest comes in the next step.
 
+Rounds: what a request generates up to one is computed before it, and the rest after it. So no chunk
+runs past a round: neither that of a request that resumes, nor one with drafts.
+
 Marked contexts: requests that come with the same one at once would all compress it. The first one
 does; the others wait until they can read what it made.
 
@@ -26,7 +29,7 @@ from vllm_kvselect.engine.scheduler.block_manager import (
 
 
 class CutScheduler(Scheduler):
-    """vLLM's scheduler for everybody but pooled requests and those that mark a context."""
+    """vLLM's scheduler for everybody but pooled requests, rounds and those that mark a context."""
 
     _reported = ContextReport(0, 0)
 
@@ -38,10 +41,15 @@ class CutScheduler(Scheduler):
             request, num_computed_tokens, num_new_tokens
         )
         manager = headwise_manager(self.kv_cache_manager)
-        cut = manager.cuts_of(request).next_after(num_computed_tokens)
-        if cut is None or not manager.is_pooled(request):
-            return num_new_tokens
-        return min(num_new_tokens, cut.position - num_computed_tokens)
+        first = num_computed_tokens
+        if not manager.is_pooled(request):  # only rounds matter
+            first = max(first, request.num_prompt_tokens)
+        cut = manager.cuts_of(request).next_after(first)
+        return (
+            num_new_tokens
+            if cut is None
+            else min(num_new_tokens, cut.position - num_computed_tokens)
+        )
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM's answer to whether a waiting request may be scheduled now."""

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.memory import refuse_scattered_layers
 from vllm_kvselect.engine.step.request import RequestsOf
+from vllm_kvselect.engine.step.rounds import Rounds
 from vllm_kvselect.engine.step.split import Splitter, StockPart
 from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
@@ -63,7 +64,8 @@ class HeadwiseBuilder(ABC):
         """A splitter of the group's batches."""
         spec = self.kv_cache_spec
         assert isinstance(spec, HeadwiseSpec)
-        return self.splitter_class(self.state, requests_of, spec.block_size)
+        rounds = Rounds([layer.impl for layer in self.layers], self.state, spec.block_size)
+        return self.splitter_class(self.state, requests_of, spec.block_size, rounds.make)
 
     @abstractmethod
     def _start_layers(self, layers: list[Any], state: RetentionState, kernels: Kernels) -> None:

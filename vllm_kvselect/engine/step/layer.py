@@ -99,6 +99,8 @@ class HeadwiseImpl(ABC):
                 output_block_scale,
             )
         split, tensors = attn_metadata, (query, key, value)
+        if split.seen is not None:
+            split.seen.see(self.layer_index, self._scored_queries(query))
         for part in split.before:
             self._forward_part(layer, *tensors, kv_cache, part, output)
         if split.observations or split.completions:
@@ -200,6 +202,17 @@ class HeadwiseImpl(ABC):
         return self._read_keys(packing.pages), self.read_values(packing.competing_pages)
 
     @abstractmethod
+    def read_held(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of whole pages in the memory of all layers, in the pages' order.
+
+        Args:
+            pages: Page ids of each head, `[num_kv_heads, n]` int64.
+
+        Returns:
+            `[num_kv_heads, n * block_size, head_size]` each.
+        """
+
+    @abstractmethod
     def move_slots(self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Moves entries from slots to slots of a layer's cache, or of the memory of all layers."""
 
@@ -225,7 +238,7 @@ class HeadwiseImpl(ABC):
         chunk_key, chunk_value = (part[tokens].transpose(0, 1) for part in (key, value))
         if observation.observer.reads_earlier_keys:
             chunk_key = self._keys_so_far(key, observation)
-        inputs = self._inputs(self._scored_queries(query[tokens]), chunk_key, chunk_value)
+        inputs = self.inputs(self._scored_queries(query[tokens]), chunk_key, chunk_value)
         observation.observer.observe(inputs, observation.first_position, self.kernels.twin)
 
     def _keys_so_far(self, key: torch.Tensor, observation: Observation) -> torch.Tensor:
@@ -237,7 +250,7 @@ class HeadwiseImpl(ABC):
         pages = head_pages(observation.blocks, self.num_kv_heads)
         return self._read_keys(pages)[:, : observation.end]
 
-    def _inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> ScoringInputs:
+    def inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> ScoringInputs:
         """What scorers may read of this layer."""
         return ScoringInputs(
             query,
@@ -266,7 +279,7 @@ class HeadwiseImpl(ABC):
         at_hand = self._at_hand(key, value, tokens) if tokens is not None else None
         key, value = at_hand or self._read(packing)
         key, value = key[:, : packing.cut.position], value[:, : packing.num_competing]
-        packing.score(self, self._inputs(query[:0], key, value))
+        packing.score(self, self.inputs(query[:0], key, value))
 
     def move_entries(self, retained: torch.Tensor, packing: Packing) -> None:
         """Moves what this layer retains into the packed blocks."""

@@ -1,7 +1,7 @@
 """What a worker knows of a request: everything of it lives here, and ends with it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, Self
 
@@ -10,9 +10,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.step.seen_queries import SeenQuery
 from vllm_kvselect.methods.registry import METHODS, Method
 from vllm_kvselect.request import planned_config
-from vllm_kvselect.retention import Cut, cuts
+from vllm_kvselect.retention import Cut, Cuts, cuts
 from vllm_kvselect.scoring.observer import Observer
 from vllm_kvselect.turns import with_context
 
@@ -42,28 +43,63 @@ class Request:
     Attributes:
         num_prompt_tokens: Length of its prompt.
         eviction: Its own configuration.
-        cut: Where its entries are dropped, or None.
+        cuts: Where its entries are dropped.
+        cut: The one at the end of its prompt or, once rounds are made, the last of them; None if
+            nothing is dropped so far.
+        num_computed: Tokens that are computed before the step at hand.
         phase: How far it has come.
         is_counted: Whether it was reported already; a preempted request is packed again.
         num_found: Tokens of it that came with a compressed context, 0 if it found none.
         observer: What has seen its tokens so far; None before the first chunk and once scored.
         packing: The cut that is being made; None before it is reached and once it is made.
+        seen: Where the queries are kept that the next round looks through, by position.
+        last_counted_round: Position of the last round that was reported: a preempted request makes
+            its rounds again.
     """
 
     num_prompt_tokens: int
     eviction: EvictionConfig
+    cuts: Cuts
     cut: Cut | None
+    num_computed: int = 0
     phase: Phase = Phase.PREFILLING
     is_counted: bool = False
     num_found: int = 0
     observer: Observer | None = None
     packing: PendingCut | None = None
+    seen: dict[int, SeenQuery] = field(default_factory=dict)
+    last_counted_round: int = 0
 
     @classmethod
-    def planned(cls, num_prompt_tokens: int, block_size: int, eviction: EvictionConfig) -> Self:
+    def planned(
+        cls,
+        num_prompt_tokens: int,
+        block_size: int,
+        eviction: EvictionConfig,
+        max_tokens: int = 0,
+    ) -> Self:
         """Computes where a request drops entries."""
-        cut = cuts(num_prompt_tokens, block_size, eviction).last_made(num_prompt_tokens)
-        return cls(num_prompt_tokens, eviction, cut)
+        planned = cuts(num_prompt_tokens, block_size, eviction, max_tokens)
+        return cls(num_prompt_tokens, eviction, planned, planned.last_made(num_prompt_tokens))
+
+    @property
+    def due_round(self) -> Cut | None:
+        """The round that has to be made before the step at hand, if there is one."""
+        if self.num_computed <= self.num_prompt_tokens:
+            return None
+        last = self.cuts.last_made(self.num_computed)
+        return None if last is self.cut else last
+
+    @property
+    def next_round(self) -> Cut | None:
+        """The round after the step at hand, if there is one."""
+        return self.cuts.next_after(max(self.num_computed, self.num_prompt_tokens))
+
+    def make_round(self, cut: Cut) -> None:
+        """Takes note of a round."""
+        self.cut, self.phase = cut, Phase.PACKED
+        self.last_counted_round = max(self.last_counted_round, cut.position)
+        self.seen.clear()
 
     @property
     def method(self) -> Method:
@@ -83,10 +119,13 @@ class Request:
     def begin_again(self) -> None:
         """Forgets what was computed: its blocks are gone, and it is prefilled anew."""
         self.phase, self.observer, self.packing = Phase.PREFILLING, None, None
+        self.cut = self.cuts.last_made(self.num_prompt_tokens)
+        self.seen.clear()
 
     def begin_at(self, num_computed: int) -> None:
         """Takes note of what it found in the prefix cache: past its cut that is its context."""
         self.num_found = 0
+        self.num_computed = num_computed
         if self.cut is not None and num_computed >= self.cut.position:
             self.phase, self.num_found = Phase.PACKED, num_computed
 
@@ -126,7 +165,7 @@ class LiveRequests:
 
     def get(self, request_id: str | None) -> Request:
         """A request; one that drops nothing for the rows of a dummy batch."""
-        unknown = Request(0, self._eviction, None)
+        unknown = Request(0, self._eviction, Cuts(), None)
         return self._requests.get(request_id, unknown) if request_id is not None else unknown
 
     def prefilling(self, scheduled: SchedulerOutput) -> bool:
@@ -164,6 +203,8 @@ class LiveRequests:
         for request_id, num_computed in zip(
             cached.req_ids, cached.num_computed_tokens, strict=True
         ):
+            if request_id in self._requests:
+                self._requests[request_id].num_computed = num_computed
             if request_id in cached.resumed_req_ids and request_id in self._requests:
                 begun.append(self._requests[request_id])
                 begun[-1].begin_at(num_computed)
@@ -188,4 +229,6 @@ class LiveRequests:
         eviction = planned_config(self._eviction, new.sampling_params)
         eviction = with_context(eviction, new.prompt_token_ids, self._block_size)
         num_tokens = length_from_prompt_token_ids_or_embeds(new.prompt_token_ids, new.prompt_embeds)
-        return Request.planned(num_tokens, self._block_size, eviction)
+        params = new.sampling_params
+        max_tokens = (params and params.max_tokens) or 0
+        return Request.planned(num_tokens, self._block_size, eviction, max_tokens)

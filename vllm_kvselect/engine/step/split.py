@@ -4,6 +4,7 @@ A chunk is split at its request's cut: up to there vLLM's attention reads the wh
 it the tokens read the retained entries only. Rows without a cut stay vLLM's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_kvselect.engine.step.packing import Packing
 from vllm_kvselect.engine.step.page_tables import PageTables, SettledRows
 from vllm_kvselect.engine.step.request import Request, RequestsOf
 from vllm_kvselect.engine.step.rows import Rows, Tokens, on_device, start_loc, token_indices
+from vllm_kvselect.engine.step.seen_queries import SeenQueries, SeenQuery
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch, headwise_batch
 from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.paging.page_table import PageTable
@@ -86,12 +88,14 @@ class Split:
         observations: Tokens that observers see then.
         completions: Rows whose entries are scored, chosen and packed then.
         after: Parts that read what is retained.
+        seen: Queries that rounds will look through, or None.
     """
 
     before: list[Part]
     observations: list[Observation]
     completions: list[Completion]
     after: list[Part]
+    seen: SeenQueries | None = None
 
 
 class Splitter:
@@ -101,29 +105,68 @@ class Splitter:
         state: State of the group's layers.
         requests_of: Gives the requests of a batch.
         block_size: Tokens per block.
+        make_round: Makes the round of a request that is due before the batch is computed, from the
+            request's block table.
     """
 
-    def __init__(self, state: RetentionState, requests_of: RequestsOf, block_size: int) -> None:
+    def __init__(
+        self,
+        state: RetentionState,
+        requests_of: RequestsOf,
+        block_size: int,
+        make_round: Callable[[Request, torch.Tensor], None],
+    ) -> None:
         self._state, self._requests_of, self._block_size = state, requests_of, block_size
+        self._make_round = make_round
         self._page_tables = PageTables(state, block_size)
 
     def split(self, common: CommonAttentionMetadata) -> Split | None:
         """Splits a batch, or returns None when all of it is vLLM's and nobody has to see it."""
         requests = self._requests_of(common)
-        if all(request.cut is None for request in requests):
+        if not any(request.cuts for request in requests):
             return None
+        for request, block_ids in zip(requests, common.block_table_tensor, strict=False):
+            if request.due_round is not None:
+                self._make_round(request, block_ids)
         rows = self._rows(common, requests)
         past_cut = np.flatnonzero(rows.stock_lens < rows.query_lens)
+        seen = self._seen_queries(rows, common.block_table_tensor.device)
         if not rows.stock_lens.any():
-            return Split([], [], [], [self._headwise(rows, past_cut, common)])
+            return Split([], [], [], [self._headwise(rows, past_cut, common)], seen)
         observations = self._observations(rows, common.block_table_tensor)
         completions = self._completions(rows, common.block_table_tensor)
         if past_cut.size:
             after: list[Part] = [self._headwise(rows, past_cut, common)]
-            return Split([stock_part(rows, common)], observations, completions, after)
-        if observations or completions:
-            return Split([StockPart(None, common)], observations, completions, [])
+            return Split([stock_part(rows, common)], observations, completions, after, seen)
+        if observations or completions or seen:
+            return Split([StockPart(None, common)], observations, completions, [], seen)
         return None
+
+    def _seen_queries(self, rows: Rows, device: torch.device) -> SeenQueries | None:
+        """The tokens whose queries the next rounds of their requests look through.
+
+        Raises:
+            RuntimeError: If a chunk goes on past a round, which is made before what follows it is
+                computed; `CutScheduler` keeps it from happening.
+        """
+        kept: list[tuple[Request, int, int]] = []  # request, position, token
+        for row, request in enumerate(rows.requests):
+            if (cut := request.next_round) is None:
+                continue
+            first = max(int(rows.num_computed[row]), cut.position - request.eviction.window)
+            shift = int(rows.query_start[row] - rows.num_computed[row])
+            last = int(rows.seq_lens[row])
+            if last > cut.position:
+                raise RuntimeError(f"a chunk of {request.eviction.method} runs past its round")
+            kept += [(request, position, position + shift) for position in range(first, last)]
+        if not kept:
+            return None
+        seen = SeenQueries(
+            on_device(np.array([token for _, _, token in kept]), device), self._state.num_layers
+        )
+        for place, (request, position, _) in enumerate(kept):
+            request.seen[position] = SeenQuery(seen, place)
+        return seen
 
     def _headwise(
         self, rows: Rows, past_cut: np.ndarray, common: CommonAttentionMetadata

@@ -4,6 +4,7 @@ import torch
 
 from vllm_kvselect.engine.step.request import Request
 from vllm_kvselect.engine.step.stopwatch import stopwatch
+from vllm_kvselect.retention import Cut
 
 
 class RetentionState:
@@ -16,9 +17,9 @@ class RetentionState:
     keeps offsets of 0: no packed pages.
 
     `stopwatch` times what is done in the step that completes a prompt, `later_stopwatch` what is
-    done before the next one. `completed` lists the requests packed since the worker last took it,
-    for its report; `version` counts all that were, so that what was built from the offsets is known
-    to be out of date.
+    done before the next one; rounds count as the former. `completed` lists the requests packed
+    since the worker last took it, for its report, and `rounds` the blocks freed in each round.
+    `version` counts both, so that what was built from the offsets is known to be out of date.
 
     Args:
         num_blocks: Blocks of the KV cache.
@@ -42,6 +43,7 @@ class RetentionState:
         self.num_evicted = 0
         self.version = 0
         self.completed: list[Request] = []
+        self.rounds: list[int] = []
 
     def store(
         self,
@@ -64,6 +66,7 @@ class RetentionState:
         self.offsets.zero_()
         self.reset_counts()
         self.completed.clear()
+        self.rounds.clear()
 
     def reset_counts(self) -> None:
         """Sets to zero what is only counted."""
@@ -75,6 +78,14 @@ class RetentionState:
     def selection_seconds(self) -> float:
         """Time spent choosing and packing."""
         return self.stopwatch.seconds + self.later_stopwatch.seconds
+
+    def complete_round(self, request: Request, cut: Cut) -> None:
+        """Takes note of a round that is made."""
+        num_freed = cut.first_packed - (request.cut.first_packed if request.cut else 0)
+        if cut.position > request.last_counted_round:
+            self.rounds.append(num_freed)
+        request.make_round(cut)
+        self.version += 1
 
     def complete(self, request: Request) -> None:
         """Takes note that a request is packed."""

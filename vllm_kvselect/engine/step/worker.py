@@ -203,11 +203,14 @@ class EvictionWorker(ABC):
         self._found = []
         num_saved_blocks, seconds = self._requests.num_saved_blocks, self._selection_seconds
         selection_seconds = seconds - self._reported_seconds
-        is_new = packed or contexts or selection_seconds
+        rounds = [num_freed for state in self._states for num_freed in state.rounds]
+        for state in self._states:
+            state.rounds.clear()
+        is_new = packed or contexts or rounds or selection_seconds
         if not is_new and num_saved_blocks == self._num_saved_blocks:
             return None
         self._num_saved_blocks, self._reported_seconds = num_saved_blocks, seconds
-        return StepReport(counted, contexts, selection_seconds, num_saved_blocks)
+        return StepReport(counted, contexts, selection_seconds, num_saved_blocks, rounds)
 
     @property
     def _selection_seconds(self) -> float:
