@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 from _engine import (
     MIB,
-    BenchmarkError,
     Job,
     default_model,
     machine,
@@ -26,6 +25,7 @@ from _throughput import measure
 from rich.console import Console
 from rich.table import Table
 
+from vllm_kvselect.analysis.command import parse_number
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.machine import dtype_name, fast_dtype
 
@@ -41,6 +41,8 @@ def main(
     kv_mib: Annotated[int, typer.Option(min=1, help="KV cache of both engines, in MiB.")] = 96,
     method: Annotated[str, typer.Option(help="The plugin's method.")] = "adakv-perturb",
     budget: Annotated[str, typer.Option(help="Entries per KV head, or a fraction.")] = "256",
+    decode_budget: Annotated[int, typer.Option(min=0, help="Of the plugin; 0: no rounds.")] = 0,
+    decode_interval: Annotated[int, typer.Option(min=1, help="Tokens between rounds.")] = 128,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     dtype: str = dtype_name(fast_dtype()),
     enforce_eager: Annotated[
@@ -68,7 +70,9 @@ def main(
         "warm_up": warm_up,
         "eviction": None,
     }
-    jobs = {"stock": stock, "plugin": {**stock, "eviction": _eviction(method, budget)}}
+    decoding = {"decode_budget": decode_budget, "decode_interval": decode_interval}
+    eviction = EvictionConfig.parse({"method": method, "budget": parse_number(budget), **decoding})
+    jobs = {"stock": stock, "plugin": {**stock, "eviction": eviction.model_dump()}}
     measured = _measure_rounds(jobs, rounds, unlimited)
     summary = _summary(measured)
     _print_table(measured, summary)
@@ -153,15 +157,6 @@ def _print_table(measured: list[Round], summary: dict[str, Any]) -> None:
     console.print(
         f"{line}; selection: {summary['selection_share_of_prefill']:.1%} of stock's prefill"
     )
-
-
-def _eviction(method: str, budget: str) -> dict[str, Any]:
-    """The plugin's configuration; a budget with a point in it is a fraction of the prompt."""
-    try:
-        number = float(budget) if "." in budget else int(budget)
-    except ValueError:
-        raise BenchmarkError(f"--budget {budget!r} is no number, such as 256 or 0.2") from None
-    return EvictionConfig.parse({"method": method, "budget": number}).model_dump()
 
 
 if __name__ == "__main__":

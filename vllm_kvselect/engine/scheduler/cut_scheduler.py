@@ -45,11 +45,9 @@ class CutScheduler(Scheduler):
         if not manager.is_pooled(request):  # only rounds matter
             first = max(first, request.num_prompt_tokens)
         cut = manager.cuts_of(request).next_after(first)
-        return (
-            num_new_tokens
-            if cut is None
-            else min(num_new_tokens, cut.position - num_computed_tokens)
-        )
+        if cut is None:
+            return num_new_tokens
+        return min(num_new_tokens, cut.position - num_computed_tokens)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM's answer to whether a waiting request may be scheduled now."""

@@ -98,9 +98,9 @@ class Rounds:
         """What is retained: of each layer, or of all together."""
         eviction, sizes = request.eviction, (cut.num_packed, self._block_size)
         window = range(cut.position - eviction.window, cut.position)
-        seen = [request.seen[position] for position in window]
+        seen = (request.seen[position] for position in window)
         # [num_layers, window, num_heads, head_size]
-        queries = torch.stack([queries.of_token(place) for queries, place in seen], dim=1)
+        queries = torch.stack([step.of_token(place) for step, place in seen], dim=1)
         layers = [
             self._score(layer, queries[index], request, held)
             for index, layer in enumerate(self._layers)
@@ -124,15 +124,10 @@ class Rounds:
     def _move(
         self, cut: Cut, held: Held, blocks: torch.Tensor, retained: Sequence[torch.Tensor]
     ) -> None:
-        """Moves what all layers retain into the packed blocks."""
+        """Moves what all layers retain, each alone or all together, into the packed blocks."""
         num_layers, num_kv_heads, _ = held.pages.shape
         per_layer = num_kv_heads * held.num_competing
-        pool = len(retained) == 1
-        flat = (
-            retained[0]
-            if pool
-            else torch.cat([part + index * per_layer for index, part in enumerate(retained)])
-        )
+        flat = torch.cat([part + index * per_layer for index, part in enumerate(retained)])
         owner, column = flat // held.num_competing, flat % held.num_competing
         page = held.pages.flatten(0, 1)[owner, column // self._block_size]
         sources = page * self._block_size + column % self._block_size

@@ -125,9 +125,9 @@ class Splitter:
         requests = self._requests_of(common)
         if not any(request.cuts for request in requests):
             return None
-        for request, block_ids in zip(requests, common.block_table_tensor, strict=False):
+        for row, request in enumerate(requests):
             if request.due_round is not None:
-                self._make_round(request, block_ids)
+                self._make_round(request, common.block_table_tensor[row])
         rows = self._rows(common, requests)
         past_cut = np.flatnonzero(rows.stock_lens < rows.query_lens)
         seen = self._seen_queries(rows, common.block_table_tensor.device)
