@@ -117,10 +117,12 @@ def test_other_settings_find_nothing_that_was_compressed(
         engine.generate(prompts[:1], 4, marked())
         hits = engine.record_hits()
         answers = engine.generate(prompts[1:2], 24, settings)
-    # The blocks that were freed are stock's, and serve whoever needs them uncompressed.
+    # The blocks that were freed are stock's, and serve whoever needs them uncompressed. Some of the
+    # last ones have taken the first request's own question since.
     budget = change.get("kv_eviction_budget", 0.25)
     own = cuts(len(prompts[1]), 32, EvictionConfig(budget=budget, context=CONTEXT))
-    assert hits == [32 * min(CUT.first_packed, own.first_private)]
+    most = 32 * min(CUT.first_packed, own.first_private)
+    assert most - 32 * 4 <= hits[0] <= most
     assert answers == alone(start_engine, prompts[1:2], settings)
 
 
@@ -152,6 +154,20 @@ def test_a_context_for_one_token_is_compressed_and_found(
         answers = engine.generate(prompts[1:2], 24, marked())
     assert hits == [0, 32 * BORDER]
     assert answers == alone(start_engine, prompts[1:2], marked())
+
+
+def test_what_was_compressed_outlives_what_it_was_compressed_from(
+    start_engine: EngineFactory, text_tokens: list[int]
+) -> None:
+    """Four contexts of 22 blocks in a pool of 60: none has to give way to another's whole blocks."""
+    contexts = [text_tokens[start : start + CONTEXT + 20] for start in range(0, 4000, 1000)]
+    with start_engine(EVICTION, 60, max_model_len=1024) as engine:
+        for context in contexts:
+            engine.generate([context], 4, marked())
+        hits = engine.record_hits()
+        for context in contexts:
+            engine.generate([context], 4, marked())
+    assert min(hits) >= 32 * BORDER
 
 
 def test_half_a_context_is_never_found(

@@ -252,11 +252,24 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         """Frees the blocks before the packed ones, once the tokens up to a cut are processed.
 
         Their hashes stay, so they serve other requests from the prefix cache until they are reused.
+        Those of a context are the first to be: what is compressed takes its place, and would have
+        to give way to them else.
         """
         planned = self._planned.get(request_id)
-        if planned is not None:
-            num_freed = planned.cuts.num_freed(processed_computed_tokens)
-            self._remove_blocks_in_range(request_id, 0, num_freed)
+        if planned is None:
+            return
+        num_freed = planned.cuts.num_freed(processed_computed_tokens)
+        blocks = self.req_to_blocks.get(request_id, [])[:num_freed] if planned.has_context else []
+        self._remove_blocks_in_range(request_id, 0, num_freed)
+        self._reuse_first([block for block in blocks if not block.is_null])
+
+    def _reuse_first(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Puts blocks that nobody holds in front of all that are free, the last one first."""
+        queue = self.block_pool.free_block_queue
+        free = [block for block in reversed(blocks) if block.ref_cnt == 0]
+        for block in free:
+            queue.remove(block)
+        queue.prepend_n(free)
 
     def _num_hashable(self, request_cuts: Cuts) -> int:
         """None from the first private block on.
