@@ -92,7 +92,7 @@ def test_model_runner_v2_sends_reports_with_the_output(
 ) -> None:
     prompt = Request.planned(200, BLOCK_SIZE, EVICTION)
     assert prompt.cut
-    state = SimpleNamespace(completed=[prompt], selection_seconds=0.25, num_evicted=1)
+    state = SimpleNamespace(completed=[prompt], rounds=[], selection_seconds=0.25, num_evicted=1)
     worker._states = [state]
     worker.use_v2_model_runner = True
     result = ModelRunnerOutput(req_ids=[], req_id_to_index={})

@@ -197,7 +197,9 @@ def test_nothing_dropped_is_stock_token_for_token(
     assert results[0] == results[1] == results[2]
 
 
-def retain_everything(num_prompt_tokens: int, block_size: int, config: EvictionConfig) -> Cuts:
+def retain_everything(
+    num_prompt_tokens: int, block_size: int, config: EvictionConfig, max_tokens: int = 0
+) -> Cuts:
     """A cut that packs every block before the tail and frees none."""
     tail_start = (num_prompt_tokens - config.window) // block_size
     return Cuts([Cut(num_prompt_tokens, 0, tail_start, tail_start)] if tail_start > 0 else [])
