@@ -159,7 +159,7 @@ def test_a_context_for_one_token_is_compressed_and_found(
 def test_what_was_compressed_outlives_what_it_was_compressed_from(
     start_engine: EngineFactory, text_tokens: list[int]
 ) -> None:
-    """Four contexts of 22 blocks in a pool of 60: none has to give way to another's whole blocks."""
+    """Four contexts of 22 blocks in a pool of 60: none gives way to the whole blocks of another."""
     contexts = [text_tokens[start : start + CONTEXT + 20] for start in range(0, 4000, 1000)]
     with start_engine(EVICTION, 60, max_model_len=1024) as engine:
         for context in contexts:
