@@ -1,6 +1,6 @@
 """The choice among heads that hold different numbers of entries, as rounds make it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -34,27 +34,21 @@ class Uneven:
 
 
 @st.composite
-def unevens(draw: st.DrawFn, num_layers: int, is_even: bool) -> Uneven:
+def unevens(draw: st.DrawFn, num_layers: int, is_uniform: bool) -> Uneven:
     shape = draw(shapes(max_tokens=64))
     layers = [random_layer(shape, draw(seeds), with_sinks=True) for _ in range(num_layers)]
-    most = shape.tail_start - shape.num_packed if is_even else shape.tail_start - 1
+    most = shape.tail_start - shape.num_packed if is_uniform else shape.tail_start - 1
     pages = [
         [draw(st.integers(0, most)) for _ in range(shape.num_kv_heads)] for _ in range(num_layers)
     ]
-    if is_even:
-        pages = [[most] * shape.num_kv_heads] * num_layers
-    num_entries = sum(shape.tail_start - absent for heads in pages for absent in heads)
-    for heads in pages if not is_even else []:
+    for heads in pages:
         num_held = sum(shape.tail_start - absent for absent in heads)
         assume(num_held >= shape.num_packed * shape.num_kv_heads)
-    assert num_entries
     absent = [[shape.block_size * count for count in heads] for heads in pages]
     return Uneven(shape, layers, absent)
 
 
 def inputs_of(case: MethodCase, uneven: Uneven, index: int) -> ScoringInputs:
-    from dataclasses import replace
-
     absent = torch.tensor(uneven.num_absent[index])
     inputs = case.inputs(uneven.shape, uneven.layers[index], index)
     return replace(inputs, num_absent=absent)
@@ -101,8 +95,8 @@ def test_heads_of_different_lengths_retain_what_the_oracle_says(
     case: MethodCase, data: st.DataObject
 ) -> None:
     method = METHODS[case.method]
-    is_even = method.allocator == "uniform_pages"
-    uneven = data.draw(unevens(2 if method.pooled else 1, is_even))
+    is_uniform = method.allocator == "uniform_pages"
+    uneven = data.draw(unevens(2 if method.pooled else 1, is_uniform))
     retention, expected = run(case, uneven), run_oracle(case, uneven)
     num_tokens = uneven.shape.num_tokens
     assert retention.retained.tolist() == [h * num_tokens + t for h, t in expected.entries]

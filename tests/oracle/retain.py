@@ -127,12 +127,14 @@ def retain_uneven(
     products: list[list[float]] = []
     for i, heads in enumerate(layers, first_layer):
         rows, multiples = [], []
-        for head in heads:
+        for place, head in enumerate(heads):
             competing = len(head.value[0])
             row, weights = (
                 of(base, head, scale, config, i)[0][:competing]
                 for of in (stage_1_scores, stage_2_scores)
             )
+            if base == "random":  # the only rule to which it matters which head it is
+                row = random_scores(config.seed, i, place + 1, competing)[place]
             rows.append(row)
             norms_of = value_l2_norms if is_one_stage else value_norms
             (norms,) = norms_of(head.value, head.output_projection)

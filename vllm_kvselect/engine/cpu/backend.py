@@ -95,7 +95,7 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         return self._codec.read_values(self.kv_cache, pages)
 
     def read_held(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of whole pages in the memory of all layers; see `HeadwiseImpl`."""
+        """Keys and values of whole pages in the memory of all layers; see `RoundLayer`."""
         cache = all_layers(self.kv_cache)
         return self._codec.read_keys(cache, pages), self._codec.read_values(cache, pages)
 

@@ -168,18 +168,8 @@ class CudaImpl(HeadwiseImpl):
         Returns:
             `[num_kv_heads, n * block_size, head_size]` each, in the model's dtype.
         """
-        return self._entries_of(self.kv_cache, pages)
-
-    def read_held(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of whole pages in the memory of all layers; see `HeadwiseImpl`."""
-        return self._entries_of(all_layers(self.kv_cache), pages)
-
-    def _entries_of(
-        self, cache: torch.Tensor, pages: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `_entries`, of any cache."""
-        width = cache.shape[-1]
-        read = cache.flatten(0, 1).index_select(0, pages.flatten())
+        width = self.kv_cache.shape[-1]
+        read = self.kv_cache.flatten(0, 1).index_select(0, pages.flatten())
         key, value = read.view(len(pages), -1, width).split(self.head_size, dim=-1)
         if not self._is_quantized:
             return key, value

@@ -259,9 +259,14 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         if planned is None:
             return
         num_freed = planned.cuts.num_freed(processed_computed_tokens)
-        blocks = self.req_to_blocks.get(request_id, [])[:num_freed] if planned.has_context else []
+        blocks = self.req_to_blocks.get(request_id, ())
+        # In all steps after the first one there is nothing left to free.
+        if not num_freed or not blocks or blocks[num_freed - 1].is_null:
+            return
+        freed = [block for block in blocks[:num_freed] if not block.is_null]
         self._remove_blocks_in_range(request_id, 0, num_freed)
-        self._reuse_first([block for block in blocks if not block.is_null])
+        if planned.has_context:
+            self._reuse_first(freed)
 
     def _reuse_first(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Puts blocks that nobody holds in front of all that are free, the last one first."""

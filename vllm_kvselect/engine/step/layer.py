@@ -202,17 +202,6 @@ class HeadwiseImpl(ABC):
         return self._read_keys(packing.pages), self.read_values(packing.competing_pages)
 
     @abstractmethod
-    def read_held(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of whole pages in the memory of all layers, in the pages' order.
-
-        Args:
-            pages: Page ids of each head, `[num_kv_heads, n]` int64.
-
-        Returns:
-            `[num_kv_heads, n * block_size, head_size]` each.
-        """
-
-    @abstractmethod
     def move_slots(self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Moves entries from slots to slots of a layer's cache, or of the memory of all layers."""
 

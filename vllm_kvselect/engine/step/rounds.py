@@ -6,19 +6,50 @@ steps: when the batch after it is split, before anything of that is computed.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from vllm_kvselect.engine.step.layer import HeadwiseImpl
 from vllm_kvselect.engine.step.memory import all_layers
 from vllm_kvselect.engine.step.page_tables import SettledRows
 from vllm_kvselect.engine.step.request import Request
 from vllm_kvselect.engine.step.state import RetentionState
+from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.methods.choice import Retention, retain_layer, retain_pool, score_layer
 from vllm_kvselect.paging.compaction import pool_slots
 from vllm_kvselect.retention import Cut
+from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.selecting.ranking import Candidates
+
+
+class RoundLayer(Protocol):
+    """What a round needs of a layer; the CPU backend's impl is one.
+
+    Attributes:
+        layer_index: The layer's place in the group.
+        kv_cache: Its cache, `[num_blocks, num_kv_heads, block_size, 2 * head_size]`.
+        kernels: What computes the parts of a choice.
+    """
+
+    layer_index: int
+    kv_cache: torch.Tensor
+    kernels: Kernels
+
+    def inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> ScoringInputs:
+        """What scorers may read of this layer."""
+
+    def read_held(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of whole pages in the memory of all layers, in the pages' order.
+
+        Args:
+            pages: Page ids of each head, `[num_kv_heads, n]` int64.
+
+        Returns:
+            `[num_kv_heads, n * block_size, head_size]` each.
+        """
+
+    def move_slots(self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves entries from slots to slots of a cache."""
 
 
 class Held(NamedTuple):
@@ -48,7 +79,7 @@ class Rounds:
     """
 
     def __init__(
-        self, layers: Sequence[HeadwiseImpl], state: RetentionState, block_size: int
+        self, layers: Sequence[RoundLayer], state: RetentionState, block_size: int
     ) -> None:
         self._layers, self._state, self._block_size = layers, state, block_size
 
@@ -111,7 +142,7 @@ class Rounds:
         return [retain_layer(layer, None, None, *sizes, eviction, kernels) for layer in layers]
 
     def _score(
-        self, layer: HeadwiseImpl, query: torch.Tensor, request: Request, held: Held
+        self, layer: RoundLayer, query: torch.Tensor, request: Request, held: Held
     ) -> Candidates:
         """What competes in a layer."""
         key, value = layer.read_held(held.pages[layer.layer_index])

@@ -150,11 +150,12 @@ class Splitter:
                 computed; `CutScheduler` keeps it from happening.
         """
         kept: list[tuple[Request, int, int]] = []  # request, position, token
+        num_computed = rows.num_computed
         for row, request in enumerate(rows.requests):
             if (cut := request.next_round) is None:
                 continue
-            first = max(int(rows.num_computed[row]), cut.position - request.eviction.window)
-            shift = int(rows.query_start[row] - rows.num_computed[row])
+            first = max(int(num_computed[row]), cut.position - request.eviction.window)
+            shift = int(rows.query_start[row] - num_computed[row])
             last = int(rows.seq_lens[row])
             if last > cut.position:
                 raise RuntimeError(f"a chunk of {request.eviction.method} runs past its round")
