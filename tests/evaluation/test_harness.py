@@ -165,13 +165,11 @@ def test_every_setting_is_asked_for_and_its_scores_come_back(folder: Path, serve
     config = config_of(folder, server)
     found = list(harness.run(config))
     bodies = server.bodies[5:]  # after one request to see that each is allowed
-    asked = [
-        {"kv_eviction": "none"},
-        {"kv_eviction": "snapkv", "kv_eviction_budget": 128},
-        {"kv_eviction": "snapkv", "kv_eviction_budget": 0.5},
-        {"kv_eviction": "h2o", "kv_eviction_budget": 128},
-        {"kv_eviction": "h2o", "kv_eviction_budget": 0.5},
-    ]
+    asked: list[dict[str, Any]] = [{"kv_eviction": "none"}]
+    for method in ("snapkv", "h2o"):
+        for budget in (128, 0.5):
+            settings = {"kv_eviction": method, "kv_eviction_budget": budget}
+            asked.append({**settings, "kv_eviction_decode_budget": 0})
     assert [body["vllm_xargs"] for body in bodies] == [each for each in asked for _ in range(5)]
     assert {(b["temperature"], b["max_tokens"], *b["stop"]) for b in bodies} == {(0.0, 16, ".")}
     tokenizer = load_tokenizer("")
