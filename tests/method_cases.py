@@ -59,6 +59,8 @@ METHOD_CASES: tuple[MethodCase, ...] = (
     MethodCase("expected-attention", {"num_sinks": 1000, "future": 1}),
     MethodCase("probe", {"num_sinks": 0}),
     MethodCase("layer-probe", {"num_sinks": 1000}),
+    MethodCase("r-kv", {"r_kv_lam": 1.0, "pooling": "mean"}),
+    MethodCase("r-kv", {"r_kv_lam": 0.0, "r_kv_threshold": 0.0}),
     MethodCase("snapkv", {"kernel_size": 1}),
     MethodCase("snapkv", {"kernel_size": 3, "pooling": "mean"}),
     MethodCase("snapkv", {"kernel_size": 101}),

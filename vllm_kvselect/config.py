@@ -73,6 +73,8 @@ class EvictionConfig(BaseModel):
         beta: Steepness of PyramidKV: the last layer gets a `beta`-th of the mean budget.
         mass: Share of the attention that stage 1 of DefensiveKV takes.
         lam: Weight, in windows, of the even prior with which ThetaKV smooths attention.
+        r_kv_lam: Weight of importance beside redundancy (R-KV, arXiv 2505.24133).
+        r_kv_threshold: Cosine above which two keys are alike for it.
         future: Positions after the prompt whose mean rotation stands for that of later queries
             (Expected Attention, arXiv 2510.00636).
         expected_eps: Added to expected attention before it is multiplied by the norm of the value.
@@ -110,6 +112,8 @@ class EvictionConfig(BaseModel):
     beta: Annotated[int, Field(ge=1)] = 20
     mass: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
     lam: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+    r_kv_lam: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    r_kv_threshold: Annotated[float, Field(ge=-1.0, le=1.0)] = 0.5
     future: Annotated[int, Field(ge=1)] = 512
     expected_eps: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.02
     num_sinks: Annotated[int, Field(ge=0)] = 4

@@ -217,6 +217,11 @@ def stage_1_scores(base: str, layer: Layer, config: Any, index: int) -> torch.Te
         scores = probe_scores(layer)[:, :num_scored]
         scores[:, : config.num_sinks] = torch.inf
         return scores
+    if base == "r-kv":
+        attended = pooled(attention_of_largest_logits(layer), config.kernel_size, config.pooling)
+        repeated = redundancy(layer, config.r_kv_threshold)
+        alone = repeated.amax(1, keepdim=True) - repeated
+        return config.r_kv_lam * attended + (1 - config.r_kv_lam) * alone[:, :num_scored]
     by_member = (num_kv_heads, layer.group, -1, len(layer.query))
     if base == "h2o":
         return rows(layer, 0).view(by_member).sum(2).mean(1)[:, :num_scored]
@@ -225,6 +230,37 @@ def stage_1_scores(base: str, layer: Layer, config: Any, index: int) -> torch.Te
         return window.mean(1)
     reduced = window.mean(1) if config.group_reduction == "mean" else window.amax(1)
     return pooled(reduced, config.kernel_size, config.pooling)
+
+
+def attention_of_largest_logits(layer: Layer) -> torch.Tensor:
+    """The window's mean attention by a group's largest logits, `[num_kv_heads, num_scored]`."""
+    num_tokens, num_kv_heads, size = layer.key.shape
+    num_scored = num_tokens - WINDOW
+    attended = torch.zeros(num_kv_heads, num_scored, dtype=torch.float64)
+    for kv_head in range(num_kv_heads):
+        members = slice(kv_head * layer.group, (kv_head + 1) * layer.group)
+        for position in range(num_scored, num_tokens):
+            keys = layer.key[: position + 1, kv_head]
+            logits = (keys @ layer.query[position, members].T * size**-0.5).amax(1)
+            if layer.sinks is not None:
+                logits = torch.cat((logits, layer.sinks[members].amax(0, keepdim=True)))
+            attended[kv_head] += torch.softmax(logits, 0)[:num_scored] / WINDOW
+    return attended
+
+
+def redundancy(layer: Layer, threshold: float) -> torch.Tensor:
+    """Likeness to all keys but, for each of them, the latest one like it: `[num_kv_heads, n]`."""
+    repeated = []
+    for keys in layer.key.unbind(1):
+        units = keys / keys.norm(dim=-1, keepdim=True)
+        cosines = units @ units.T
+        cosines.fill_diagonal_(0)
+        for row in cosines:
+            alike = torch.nonzero(row > threshold)
+            if len(alike):
+                row[alike[-1]] = 0
+        repeated.append(torch.softmax(cosines.mean(0), 0))
+    return torch.stack(repeated)
 
 
 def expected_attention(layer: Layer, config: Any) -> torch.Tensor:

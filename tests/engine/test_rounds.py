@@ -33,6 +33,7 @@ CASES = [
         "snapkv-perturb",
         "adakv",
         "adakv-perturb",
+        "r-kv",
         "thetakv",
         "layer-thetakv",
         "keydiff",

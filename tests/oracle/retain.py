@@ -14,6 +14,7 @@ from tests.oracle.scores import (
     keydiff_scores,
     knorm_scores,
     probe_scores,
+    r_kv_scores,
     random_scores,
     snapkv_scores,
     streaming_llm_order,
@@ -203,6 +204,10 @@ def stage_1_scores(
         return [[inf if t < config.num_sinks else x for t, x in enumerate(row)] for row in paid]
     if base == "defensivekv":
         return snapkv_scores(query, key, scale, 1, sinks=sinks)
+    if base == "r-kv":
+        pooling = (config.kernel_size, config.pooling)
+        weights = (config.r_kv_lam, config.r_kv_threshold)
+        return r_kv_scores(query, key, scale, *pooling, *weights, sinks)
     options = (config.kernel_size, config.pooling, config.group_reduction)
     return snapkv_scores(query, key, scale, *options, sinks)
 

@@ -91,6 +91,50 @@ def keydiff_scores(key: Cube, window: int) -> list[list[float]]:
     return scores
 
 
+def r_kv_scores(
+    query: Cube,
+    key: Cube,
+    scale: float,
+    kernel_size: int,
+    pooling: str,
+    lam: float,
+    threshold: float,
+    sinks: Vector | None = None,
+) -> list[list[float]]:
+    """Importance and redundancy; from the largest redundancy down, so that nothing is negative."""
+    window, group = len(query), len(query[0]) // len(key)
+    scores = []
+    for kv_head, keys in enumerate(key):
+        num_tokens = len(keys)
+        heads = range(kv_head * group, (kv_head + 1) * group)
+        sink = -inf if sinks is None else max(sinks[head] for head in heads)
+        paid: list[list[float]] = [[] for _ in range(num_tokens)]
+        for index in range(window):
+            seen = num_tokens - window + index + 1
+            asked = [query[index][head] for head in heads]
+            logits = [max(scale * dot(vector, k) for vector in asked) for k in keys[:seen]]
+            for token, weight in enumerate(softmax(logits, sink)):
+                paid[token].append(weight)
+        before_window = [fsum(row) / window for row in paid[: num_tokens - window]]
+        attended = pool(before_window, kernel_size, pooling)
+        units = [[x / sqrt(dot(vector, vector)) for x in vector] for vector in keys]
+        likeness: list[list[float]] = [[] for _ in range(num_tokens)]
+        for one, unit in enumerate(units):
+            cosines = {t: dot(unit, units[t]) for t in range(num_tokens) if t != one}
+            alike = [other for other, cosine in cosines.items() if cosine > threshold]
+            for other, cosine in cosines.items():
+                if not alike or other != max(alike):
+                    likeness[other].append(cosine)
+        repeated = softmax([fsum(row) / num_tokens for row in likeness])
+        scores.append(
+            [
+                lam * i + (1 - lam) * (max(repeated) - r)
+                for i, r in zip(attended, repeated[: num_tokens - window], strict=True)
+            ]
+        )
+    return scores
+
+
 def knorm_scores(key: Cube, window: int) -> list[list[float]]:
     """One over one plus the length of each key before the window: the shorter, the better."""
     return [[1 / (1 + sqrt(dot(k, k))) for k in keys[: len(keys) - window]] for keys in key]

@@ -203,6 +203,14 @@ _ADA_PYRAMIDKV = replace(
     paper="PyramidKV, arXiv 2406.02069, with AdaKV, arXiv 2407.11550",
     summary="as pyramidkv, inside a layer as adakv",
 )
+_R_KV = Method(
+    scorer="r_kv:r_kv_scores",
+    allocator="uniform_pages",
+    paper="R-KV, arXiv 2505.24133",
+    summary="what the last tokens attend to, unless its key repeats others; for long answers",
+    cost=f"{_WINDOW}; the product of all keys with each other",
+    limits=f"{_GUESS}; quadratic in the prompt, though not in rounds",
+)
 _DEFENSIVEKV = Method(
     scorer="defensivekv:mean_attention",
     weigher="defensivekv:defensive_scores",
@@ -305,6 +313,7 @@ METHODS: dict[str, Method] = {
     "snapkv-perturb": _perturbed(_SNAPKV, "snapkv"),
     "adakv": _ADAKV,
     "adakv-perturb": _perturbed(_ADAKV, "adakv"),
+    "r-kv": _R_KV,
     "defensivekv": _DEFENSIVEKV,
     "thetakv": _THETAKV,
     "pyramidkv": _PYRAMIDKV,

@@ -42,7 +42,25 @@ def window_attention(inputs: ScoringInputs) -> torch.Tensor:
         `[num_kv_heads, group * num_queries, num_tokens]`: rows sum to 1, or to what the sinks leave
         of it. At least float32.
     """
-    query, key, sinks = inputs.query, inputs.key, inputs.sinks
+    logits, sinks = window_logits(inputs), inputs.sinks
+    if sinks is None:
+        return torch.softmax(logits, dim=-1)
+    # [num_heads] -> [num_kv_heads, group * window, 1]
+    of_rows = sinks.to(logits.dtype).repeat_interleave(len(inputs.query)).view(len(logits), -1, 1)
+    return torch.softmax(torch.cat((logits, of_rows), dim=-1), dim=-1)[..., :-1]
+
+
+def window_logits(inputs: ScoringInputs) -> torch.Tensor:
+    """What that attention is the softmax of, without sinks.
+
+    Args:
+        inputs: As in `window_attention`.
+
+    Returns:
+        `[num_kv_heads, group * num_queries, num_tokens]`, at least float32: minus infinity for what
+        a query does not see, later tokens and absent entries.
+    """
+    query, key = inputs.query, inputs.key
     window, num_heads, head_size = query.shape
     num_kv_heads, num_tokens, _ = key.shape
     dtype = torch.promote_types(key.dtype, torch.float32)
@@ -55,11 +73,7 @@ def window_attention(inputs: ScoringInputs) -> torch.Tensor:
     in_window.masked_fill_(future, float("-inf"))
     if (is_absent := inputs.is_absent) is not None:
         logits.masked_fill_(is_absent[:, None], float("-inf"))
-    if sinks is None:
-        return torch.softmax(logits, dim=-1)
-    # [num_heads] -> [num_kv_heads, group * window, 1]
-    of_rows = sinks.to(dtype).repeat_interleave(window).view(num_kv_heads, -1, 1)
-    return torch.softmax(torch.cat((logits, of_rows), dim=-1), dim=-1)[..., :-1]
+    return logits
 
 
 def max_pool(scores: torch.Tensor, kernel_size: int) -> torch.Tensor:

@@ -1,0 +1,92 @@
+"""R-KV (arXiv 2505.24133): what the window attends to, unless its key repeats those of others."""
+
+import torch
+import torch.nn.functional as F
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.snapkv import max_pool, mean_pool, window_logits
+
+_BLOCK_ELEMENTS = 2**22
+"""Similarities alive at once, 16 MiB in float32: memory does not grow with the square."""
+
+
+def r_kv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
+    """Scores every entry before the window by importance `I` and redundancy `R`.
+
+    The paper's `Z = lam * I - (1 - lam) * R`, lifted by a constant of the head that makes it
+    nowhere negative.
+
+    Args:
+        inputs: Queries of the window and the keys so far.
+        config: Gives `r_kv_lam`, `r_kv_threshold`, `pooling` and `kernel_size`.
+
+    Returns:
+        `[num_kv_heads, num_tokens - window]`, at least float32.
+    """
+    lam, num_scored = config.r_kv_lam, inputs.num_scored
+    repeated = redundancy(inputs, config.r_kv_threshold)
+    alone = repeated.amax(dim=-1, keepdim=True) - repeated
+    return lam * importance(inputs, config) + (1 - lam) * alone[:, :num_scored]
+
+
+def importance(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
+    """The window's attention to every entry before it.
+
+    The largest *logit* of the query group, and one softmax over those; mean over the window's
+    queries; pooled along the tokens.
+
+    Args:
+        inputs: Queries of the window and the keys so far.
+        config: Gives `pooling` and `kernel_size`.
+
+    Returns:
+        `[num_kv_heads, num_tokens - window]`, at least float32.
+    """
+    logits, sinks = window_logits(inputs), inputs.sinks
+    num_kv_heads, _, num_tokens = logits.shape
+    logits = logits.view(num_kv_heads, -1, len(inputs.query), num_tokens).amax(dim=1)
+    if sinks is not None:
+        of_heads = sinks.to(logits.dtype).view(num_kv_heads, -1).amax(dim=1)
+        of_rows = of_heads[:, None, None].expand(-1, len(inputs.query), 1)
+        logits = torch.cat((logits, of_rows), dim=-1)
+    attention = torch.softmax(logits, dim=-1).mean(dim=1)[:, : inputs.num_scored]
+    pool = max_pool if config.pooling == "max" else mean_pool
+    return pool(attention, config.kernel_size)
+
+
+def redundancy(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
+    """How much each key is like the others of its head.
+
+    The mean of its cosines to all keys, and a softmax of these means. For every key, the latest one
+    of those that are like it, with a cosine above `threshold`, does not count as like it: so the
+    latest of many repetitions is left. Blocked over keys, so that memory stays bounded.
+
+    Args:
+        inputs: The keys so far, those of the window included.
+        threshold: Cosine above which two keys are alike.
+
+    Returns:
+        `[num_kv_heads, num_tokens]`, at least float32, sums to 1; 0 for absent entries.
+    """
+    key = inputs.key.to(torch.promote_types(inputs.key.dtype, torch.float32))
+    directions, is_absent = F.normalize(key, dim=-1), inputs.is_absent
+    num_kv_heads, num_tokens, _ = key.shape
+    num_entries: torch.Tensor | int = num_tokens
+    if is_absent is not None:
+        directions = directions.masked_fill(is_absent[..., None], 0)
+        num_entries = (~is_absent).sum(dim=-1, keepdim=True)
+    columns = torch.arange(num_tokens, device=key.device)
+    total = key.new_zeros(num_kv_heads, num_tokens)
+    step = max(1, _BLOCK_ELEMENTS // (num_kv_heads * num_tokens))
+    for start in range(0, num_tokens, step):
+        rows = columns[start : start + step]
+        cosines = torch.bmm(directions[:, rows], directions.transpose(1, 2))
+        cosines.masked_fill_(columns == rows[:, None], 0)
+        # -1, no column, where no other key is alike.
+        latest = torch.where(cosines > threshold, columns, -1).amax(dim=-1, keepdim=True)
+        total += cosines.masked_fill_(columns == latest, 0).sum(dim=1)
+    means = total / num_entries
+    if is_absent is not None:
+        means.masked_fill_(is_absent, float("-inf"))
+    return torch.softmax(means, dim=-1)
