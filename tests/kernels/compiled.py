@@ -6,6 +6,7 @@ tensors of the host, and stops short of every launch. Nothing on the way depends
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,7 +60,9 @@ def launch_all(dtype: torch.dtype, head_size: int) -> None:
     config = EvictionConfig()
     query = torch.empty(config.window, KV_HEADS * GROUP, head_size, dtype=dtype)
     key, value = torch.empty(2, NUM_TOKENS, KV_HEADS, head_size, dtype=dtype).transpose(1, 2)
-    cuda.snapkv_scores(scoring_inputs(query, key, 1.0), config)
+    inputs = scoring_inputs(query, key, 1.0)
+    cuda.snapkv_scores(inputs, config)
+    cuda.snapkv_scores(replace(inputs, num_absent=torch.zeros(KV_HEADS, dtype=torch.int64)), config)
     turn = Rotation(*torch.empty(2, NUM_TOKENS, head_size // 2))
     probe = torch.empty((GROUP + 2) * head_size + 1, KV_HEADS)
     queries = torch.empty(NUM_TOKENS, KV_HEADS * GROUP, head_size, dtype=dtype)

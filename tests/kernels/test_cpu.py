@@ -23,6 +23,7 @@ from tests.strategies import (
     shapes,
     some,
 )
+from tests.uneven import every_round_case, retain_uneven, unevens
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cpu, tiers
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
@@ -61,6 +62,13 @@ def ranked(seed: int, heads: int, num_tokens: int, tied: bool) -> torch.Tensor:
     return scores[:, :num_tokens]
 
 
+def num_absent(seed: int, shape: Shape) -> torch.Tensor:
+    """How many of the first entries each head lacks: none, some, or all before the window."""
+    generator = torch.Generator().manual_seed(seed)
+    num_scored = shape.num_prompt_tokens - shape.window
+    return torch.randint(num_scored + 1, (shape.num_kv_heads,), generator=generator)
+
+
 def drawn_budgets(data: st.DataObject, heads: int, num_tokens: int) -> torch.Tensor:
     each = st.lists(st.integers(0, num_tokens), min_size=heads, max_size=heads)
     return torch.tensor(data.draw(each))
@@ -84,6 +92,7 @@ def test_twins_have_the_names_and_signatures_of_their_references() -> None:
     kernel_size=st.sampled_from((1, 3, 7, 63)),
     far=st.booleans(),
     with_sinks=st.booleans(),
+    is_uneven=st.booleans(),
     scorer=st.sampled_from(WINDOW_SCORERS),
 )
 def test_scores_of_the_window(
@@ -93,6 +102,7 @@ def test_scores_of_the_window(
     kernel_size: int,
     far: bool,
     with_sinks: bool,
+    is_uneven: bool,
     scorer: Scorer,
 ) -> None:
     layer = random_layer(shape, seed, dtype, with_sinks=with_sinks)
@@ -104,8 +114,11 @@ def test_scores_of_the_window(
     config = EvictionConfig(window=shape.window, kernel_size=kernel_size)
     sinks = None if layer.sinks is None else layer.sinks.double()
     inputs = scoring_inputs(layer.query.double(), key.double(), shape.scale, sinks=sinks)
-    expected = scorer(inputs, config)
     given_inputs = scoring_inputs(layer.query, key, shape.scale, sinks=layer.sinks)
+    if is_uneven:
+        absent = num_absent(seed, shape)
+        inputs, given_inputs = (replace(i, num_absent=absent) for i in (inputs, given_inputs))
+    expected = scorer(inputs, config)
     scores = cpu.KERNELS.scorer(scorer)(given_inputs, config)
     assert scores.dtype == torch.float32
     # A logit of n products is off by n eps of the sum of magnitudes; a weight by twice that.
@@ -268,6 +281,7 @@ def test_selection(seed: int, heads: int, num_tokens: int, tied: bool, data: st.
     more=st.integers(0, 20),
     tied=st.booleans(),
     safeguard=st.sampled_from((0.0, 0.2, 0.37, 1.0)),
+    floor=st.sampled_from(("blend", "minimum")),
 )
 def test_adaptive_pages(
     seed: int,
@@ -277,9 +291,11 @@ def test_adaptive_pages(
     more: int,
     tied: bool,
     safeguard: float,
+    floor: str,
 ) -> None:
     scores = ranked(seed, heads, num_packed * block_size + more, tied)
-    arguments = (scores, num_packed, block_size, EvictionConfig(safeguard=safeguard))
+    config = EvictionConfig.parse({"safeguard": safeguard, "floor": floor})
+    arguments = (scores, num_packed, block_size, config)
     assert torch.equal(cpu.adaptive_pages(*arguments), allocation.adaptive_pages(*arguments))
 
 
@@ -317,6 +333,19 @@ def test_what_is_retained_is_as_good_as_what_the_reference_retains(
     options = (shape.num_packed, shape.block_size, case.config(window=shape.window))
     expected = retain(inputs, *options)
     retention = retain(packed(inputs), *options, kernels=cpu.KERNELS)
+    both = set(retention.retained.tolist()) & set(expected.retained.tolist())
+    assert len(both) >= expected.retained.numel() - 2
+
+
+@every_round_case
+@few
+@given(data=st.data())
+def test_of_heads_of_different_lengths_as_much_is_retained(
+    case: MethodCase, data: st.DataObject
+) -> None:
+    uneven = data.draw(unevens(case, torch.float32))
+    expected = retain_uneven(case, uneven)
+    retention = retain_uneven(case, uneven, cpu.KERNELS, packed)
     both = set(retention.retained.tolist()) & set(expected.retained.tolist())
     assert len(both) >= expected.retained.numel() - 2
 

@@ -8,7 +8,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from tests.strategies import (
     shapes,
 )
 from tests.test_page_table import Batch, batches
+from tests.uneven import ROUND_CASES
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.methods.choice import retain
 from vllm_kvselect.methods.registry import METHODS
@@ -83,6 +84,13 @@ def ranked(seed: int, heads: int, num_tokens: int, tied: bool) -> torch.Tensor:
     return scores.to(DEVICE)[:, :num_tokens]
 
 
+def num_absent(seed: int, shape: Shape) -> torch.Tensor:
+    """How many of the first entries each head lacks: none, some, or all before the window."""
+    generator = torch.Generator().manual_seed(seed)
+    num_scored = shape.num_prompt_tokens - shape.window
+    return torch.randint(num_scored + 1, (shape.num_kv_heads,), generator=generator).to(DEVICE)
+
+
 def drawn_budgets(data: st.DataObject, heads: int, num_tokens: int) -> torch.Tensor:
     each = st.lists(st.integers(0, num_tokens), min_size=heads, max_size=heads)
     return torch.tensor(data.draw(each)).to(DEVICE)
@@ -124,6 +132,7 @@ def test_every_kernel_compiles_for_an_h100_and_fits_its_shared_memory() -> None:
     pooling=st.sampled_from(("max", "mean")),
     reduction=st.sampled_from(("mean", "max")),
     with_sinks=st.booleans(),
+    is_uneven=st.booleans(),
 )
 def test_snapkv_scores(
     shape: Shape,
@@ -133,6 +142,7 @@ def test_snapkv_scores(
     pooling: str,
     reduction: str,
     with_sinks: bool,
+    is_uneven: bool,
 ) -> None:
     layer = random_layer(shape, seed, dtype, with_sinks=with_sinks)
     if far:  # one key takes all attention: the others' weights vanish without being lost
@@ -146,8 +156,12 @@ def test_snapkv_scores(
     sinks = None if layer.sinks is None else layer.sinks.to(DEVICE)
     exact = None if sinks is None else sinks.double()
     inputs = scoring_inputs(query.double(), key.double(), shape.scale, sinks=exact)
+    given_inputs = scoring_inputs(query, key, shape.scale, sinks=sinks)
+    if is_uneven:
+        absent = num_absent(seed, shape)
+        inputs, given_inputs = (replace(i, num_absent=absent) for i in (inputs, given_inputs))
     expected = snapkv.snapkv_scores(inputs, config)
-    scores = cuda.snapkv_scores(scoring_inputs(query, key, shape.scale, sinks=sinks), config)
+    scores = cuda.snapkv_scores(given_inputs, config)
     assert scores.dtype == torch.float32
     # A logit of n products is off by n eps of the sum of magnitudes; a weight by twice that.
     group = query.view(shape.window, shape.num_kv_heads, shape.group, -1).double().abs()
@@ -156,7 +170,7 @@ def test_snapkv_scores(
     bound = 2 * (shape.head_size + 4) * EPS * largest + (key.shape[1] + 8) * EPS
     torch.testing.assert_close(scores.double(), expected, rtol=bound, atol=2.0**-120)
     unpooled = EvictionConfig(window=shape.window, kernel_size=1)
-    scores = cuda.mean_attention(scoring_inputs(query, key, shape.scale, sinks=sinks), unpooled)
+    scores = cuda.mean_attention(given_inputs, unpooled)
     expected = snapkv.snapkv_scores(inputs, unpooled)
     torch.testing.assert_close(scores.double(), expected, rtol=bound, atol=2.0**-120)
 
@@ -417,8 +431,16 @@ def test_entries_are_moved_as_bytes(dtype: torch.dtype) -> None:
 SERVED = [case for case in METHOD_CASES if not METHODS[case.method].whole_prompt]
 
 
-@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
-def test_the_whole_choice_waits_for_nothing_and_is_the_references(case: MethodCase) -> None:
+@pytest.mark.parametrize(
+    ("case", "absent"),
+    [
+        *(pytest.param(case, None, id=case.name) for case in SERVED),
+        *(pytest.param(case, [16, 40], id=f"{case.name}-uneven") for case in ROUND_CASES),
+    ],
+)
+def test_the_whole_choice_waits_for_nothing_and_is_the_references(
+    case: MethodCase, absent: list[int] | None
+) -> None:
     """Rounding may swap entries on the cut; every other choice is the same."""
     shape = Shape(2, 2, 8, 8, 3, 75, 3)
     layer = random_layer(shape, 5, torch.float32)
@@ -426,6 +448,8 @@ def test_the_whole_choice_waits_for_nothing_and_is_the_references(case: MethodCa
     projection = OutputProjection.of(layer.output_projection.to(DEVICE))
     query, key = layer.query.to(DEVICE), layer.key.to(DEVICE)
     inputs = scoring_inputs(query, key, shape.scale, value, projection)
+    if absent is not None:
+        inputs = replace(inputs, num_absent=torch.tensor(absent).to(DEVICE))
     arguments = (inputs, 3, 8, case.config(window=shape.window))
     expected = retain(*arguments)
     with unsynchronised():

@@ -61,7 +61,9 @@ def remembering() -> Kernels:
         num_retained: int,
         alpha: float,
         eps: float,
+        num_absent: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert num_absent is None, "prompts have an entry in every column"
         norms = remembered_norms(value, projection).to(scores.dtype)
         stage_1 = stage_1_mask(scores, budgets, alpha)
         return select(stage_2_keys(weights, norms, stage_1, eps), budgets, num_retained)

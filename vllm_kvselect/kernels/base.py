@@ -89,6 +89,7 @@ class Kernels:
             int,
             float,
             float,
+            torch.Tensor | None,
         ],
         torch.Tensor,
     ] = pruning.select_pruned

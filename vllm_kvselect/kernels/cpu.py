@@ -71,7 +71,8 @@ def mean_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tenso
 
 def defensive_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `defensivekv.defensive_scores`, for maxima in the pooling."""
-    if config.pooling != "max" or not _takes(inputs):
+    # Its mean over the tokens would count absent ones.
+    if config.pooling != "max" or not _takes(inputs) or inputs.num_absent is not None:
         return defensivekv.defensive_scores(inputs, config)
     worst = _window_attention(inputs, config.kernel_size, largest=True)
     return torch.maximum(worst, worst.mean(dim=-1, keepdim=True))
@@ -109,13 +110,13 @@ def select_pruned(
     num_retained: int,
     alpha: float,
     eps: float,
+    num_absent: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of `pruning.select_pruned`."""
+    given = (scores, weights, value, projection, budgets)
     if projection.packed is None:
-        return pruning.select_pruned(
-            scores, weights, value, projection, budgets, num_retained, alpha, eps
-        )
-    return select_and_project(scores, weights, value, projection, budgets, alpha, eps)[0]
+        return pruning.select_pruned(*given, num_retained, alpha, eps, num_absent)
+    return select_and_project(*given, alpha, eps, num_absent)[0]
 
 
 def select_and_project(
@@ -126,6 +127,7 @@ def select_and_project(
     budgets: torch.Tensor,
     alpha: float,
     eps: float,
+    num_absent: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Selects as `select_pruned`, and returns also the norms that it took, 0 elsewhere."""
     group, hidden_size = projection.weight.shape[2:]
@@ -138,6 +140,7 @@ def select_and_project(
         projection.bound_form,
         math.sqrt(hidden_size) * pruning.rounding_factor(value, hidden_size),
         budgets,
+        num_absent,
         alpha,
         eps,
     )
@@ -147,9 +150,12 @@ def select_and_project(
 def adaptive_pages(
     scores: torch.Tensor, num_packed: int, block_size: int, config: EvictionConfig
 ) -> torch.Tensor:
-    """Twin of `allocation.adaptive_pages`, for a blended floor."""
-    if scores.dtype != torch.float32 or config.floor != "blend":
+    """Twin of `allocation.adaptive_pages`."""
+    if scores.dtype != torch.float32:
         return allocation.adaptive_pages(scores, num_packed, block_size, config)
+    if config.floor == "minimum":
+        least = int(config.safeguard * num_packed * block_size)
+        return _call("pages_above_floor", _rows(scores), num_packed, block_size, least)
     unit = allocation.SAFEGUARD_UNIT
     share = round(config.safeguard * unit)
     return _call("adaptive_pages", _rows(scores), num_packed, block_size, share, unit)
@@ -182,16 +188,16 @@ def read_entries(
 
 
 def _takes(inputs: ScoringInputs) -> bool:
-    """Whether the kernel of the window's attention takes such keys, and all heads have them all."""
+    """Whether the kernel of the window's attention takes such keys."""
     key = inputs.key
-    return key.dtype in STORED and key.shape[2] % 2 == 0 and inputs.num_absent is None
+    return key.dtype in STORED and key.shape[2] % 2 == 0
 
 
 def _window_attention(inputs: ScoringInputs, kernel_size: int, largest: bool) -> torch.Tensor:
     """The mean or the maximum over the window's rows, max-pooled."""
     sinks = None if inputs.sinks is None else inputs.sinks.float()
     multiplied = multiplied_dtype(inputs.key.dtype)
-    options = (inputs.scale, kernel_size, sinks, multiplied, largest)
+    options = (inputs.scale, kernel_size, sinks, inputs.num_absent, multiplied, largest)
     return _call("window_attention", _rows(inputs.query), _rows(inputs.key), *options)
 
 

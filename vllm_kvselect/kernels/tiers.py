@@ -59,7 +59,8 @@ def _multiplies_bfloat16() -> bool:
         return False
     key, query = torch.zeros(1, 2, 16).bfloat16(), torch.zeros(1, 1, 16).bfloat16()
     try:
-        torch.ops.vllm_kvselect.window_attention(query, key, 1.0, 1, None, torch.bfloat16, False)
+        given = (query, key, 1.0, 1, None, None)
+        torch.ops.vllm_kvselect.window_attention(*given, torch.bfloat16, False)
     except RuntimeError:
         return False
     return True

@@ -98,6 +98,7 @@ def retain_layer(
             num_retained,
             config.alpha,
             config.eps,
+            candidates.num_absent,
         )
 
     layer = Candidates.stack([candidates])
@@ -120,7 +121,7 @@ def score_layer(
 
     Returns:
         The layer's competing entries, `[num_kv_heads, num_tokens]` each. Norms are left out where
-        they can be pruned once the budgets are known; that takes heads of equal lengths.
+        they can be pruned once the budgets are known.
     """
     method, num_tokens = KNOWN_METHODS[config.method], inputs.value.shape[1]
 
@@ -135,8 +136,7 @@ def score_layer(
     if method.perturbation and (method.weigher or unpooled):
         stage_2 = config.model_copy(update={"kernel_size": 1}) if unpooled else config
         weights = scores_by(method.weigher or method.scorer, stage_2)
-    is_ragged = inputs.num_absent is not None
-    if method.perturbation and (method.pooled or method.ranking != "score" or is_ragged):
+    if method.perturbation and (method.pooled or method.ranking != "score"):
         assert inputs.output_projection is not None
         quick = method.ranking == "product"
         norms_of = projected_value_l2_norms if quick else kernels.projected_value_norms

@@ -7,6 +7,7 @@ value alone, far cheaper than the projection. Entries whose bound misses the cut
 
 import torch
 
+from vllm_kvselect.scoring.inputs import absent_columns
 from vllm_kvselect.scoring.value_norms import OutputProjection, value_norms
 from vllm_kvselect.selecting.selection import select, stage_1_mask, stage_2_keys
 
@@ -20,6 +21,7 @@ def select_pruned(
     num_retained: int,
     alpha: float,
     eps: float,
+    num_absent: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Perturbation-constrained selection that computes only the norms it needs.
 
@@ -34,13 +36,22 @@ def select_pruned(
         num_retained: Their sum, known without reading `budgets` back.
         alpha: Share of the budget that stage 1 fills, 0 to 1.
         eps: Added to the weight in stage 2.
+        num_absent: First columns of each head in which there is no entry, `[num_kv_heads]` int64,
+            or None; heads have more entries than their budgets.
 
     Returns:
         Flat indices `head * num_tokens + token`, ascending, `[num_retained]` int64.
     """
-    stage_1 = stage_1_mask(scores, budgets, alpha)
-    norms = needed_value_norms(weights, value, projection, stage_1, budgets, eps)
-    return select(stage_2_keys(weights, norms, stage_1, eps), budgets, num_retained)
+    if num_absent is None:
+        stage_1 = stage_1_mask(scores, budgets, alpha)
+        norms = needed_value_norms(weights, value, projection, stage_1, budgets, eps)
+        return select(stage_2_keys(weights, norms, stage_1, eps), budgets, num_retained)
+    is_absent = absent_columns(num_absent, scores.shape[1])
+    stage_1 = stage_1_mask(scores.masked_fill(is_absent, float("-inf")), budgets, alpha)
+    taken = (stage_1 | is_absent, budgets + num_absent)
+    norms = needed_value_norms(weights, value, projection, *taken, eps)
+    keys = stage_2_keys(weights, norms, stage_1, eps).masked_fill_(is_absent, float("-inf"))
+    return select(keys, budgets, num_retained)
 
 
 def needed_value_norms(
@@ -61,8 +72,8 @@ def needed_value_norms(
         scores: `[num_kv_heads, num_tokens]`, not negative.
         value: `[num_kv_heads, num_tokens, head_size]`.
         projection: The layer's W_O.
-        stage_1: Entries that stage 1 retains, `[num_kv_heads, num_tokens]` bool.
-        budgets: Entries per head, `[num_kv_heads]` int64.
+        stage_1: Entries that stage 1 retains, `[num_kv_heads, num_tokens]` bool, and absent ones.
+        budgets: Entries per head, `[num_kv_heads]` int64; absent ones count as well.
         eps: Added to the score in stage 2.
 
     Returns:

@@ -15,7 +15,7 @@ from vllm_kvselect.engine.step.page_tables import SettledRows
 from vllm_kvselect.engine.step.request import Request
 from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
-from vllm_kvselect.methods.choice import Retention, retain_layer, retain_pool, score_layer
+from vllm_kvselect.methods.choice import Retention, retain, retain_pool, score_layer
 from vllm_kvselect.paging.compaction import pool_slots
 from vllm_kvselect.retention import Cut
 from vllm_kvselect.scoring.inputs import ScoringInputs
@@ -132,25 +132,22 @@ class Rounds:
         seen = (request.seen[position] for position in window)
         # [num_layers, window, num_heads, head_size]
         queries = torch.stack([step.of_token(place) for step, place in seen], dim=1)
-        layers = [
-            self._score(layer, queries[index], request, held)
+        layers = (  # one by one: a layer's entries are read as they are needed
+            (layer.kernels, self._inputs(layer, queries[index], held))
             for index, layer in enumerate(self._layers)
-        ]
-        kernels = self._layers[0].kernels
+        )
         if request.method.pooled:
-            return [retain_pool(Candidates.stack(layers), *sizes, eviction, kernels)]
-        return [retain_layer(layer, None, None, *sizes, eviction, kernels) for layer in layers]
+            scored = [score_layer(inputs, eviction, kernels) for kernels, inputs in layers]
+            kernels = self._layers[0].kernels
+            return [retain_pool(Candidates.stack(scored), *sizes, eviction, kernels)]
+        return [retain(inputs, *sizes, eviction, kernels) for kernels, inputs in layers]
 
-    def _score(
-        self, layer: RoundLayer, query: torch.Tensor, request: Request, held: Held
-    ) -> Candidates:
+    @staticmethod
+    def _inputs(layer: RoundLayer, query: torch.Tensor, held: Held) -> ScoringInputs:
         """What competes in a layer."""
         key, value = layer.read_held(held.pages[layer.layer_index])
-        key, value = key[:, : held.num_entries], value[:, : held.num_competing]
-        inputs = replace(
-            layer.inputs(query, key, value), num_absent=held.num_absent[layer.layer_index]
-        )
-        return score_layer(inputs, request.eviction, layer.kernels)
+        inputs = layer.inputs(query, key[:, : held.num_entries], value[:, : held.num_competing])
+        return replace(inputs, num_absent=held.num_absent[layer.layer_index])
 
     def _move(
         self, cut: Cut, held: Held, blocks: torch.Tensor, retained: Sequence[torch.Tensor]

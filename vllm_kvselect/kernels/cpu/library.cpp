@@ -28,15 +28,22 @@ auto dispatch(at::ScalarType stored, at::ScalarType multiplied, const Function& 
   return function(wide, wide);
 }
 
+// How many of the first tokens each head lacks: integers, or nothing where all have all.
+bool fits(const std::optional<Tensor>& num_absent, int64_t num_heads) {
+  return !num_absent || (num_absent->scalar_type() == at::kLong && num_absent->is_contiguous() &&
+                         num_absent->numel() == num_heads);
+}
+
 // The mean over the window's rows, or the maximum, pooled over `kernel_size` neighbouring tokens; `sinks`
 // are [num_heads] float.
 Tensor window_attention(const Tensor& query, const Tensor& key, double scale, int64_t kernel_size,
-                        const std::optional<Tensor>& sinks, at::ScalarType multiplied, bool largest) {
-  TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1);
+                        const std::optional<Tensor>& sinks, const std::optional<Tensor>& num_absent,
+                        at::ScalarType multiplied, bool largest) {
+  TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && fits(num_absent, key.size(0)));
   TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->numel() == query.size(1)));
   const Tensor attention = dispatch(key.scalar_type(), multiplied, [&](auto t, auto m) {
     using Attention = WindowAttention<element<decltype(t)>, element<decltype(m)>>;
-    return Attention(query, key, scale, sinks).over_rows(largest);
+    return Attention(query, key, scale, sinks, num_absent).over_rows(largest);
   });
   return max_pool(attention, kernel_size);
 }
@@ -89,13 +96,15 @@ Tensor value_norms(const Tensor& value, const Tensor& packed, int64_t group) {
 // Flat indices of what is retained, and the norms that it took to find them.
 std::tuple<Tensor, Tensor> select_pruned(const Tensor& scores, const Tensor& weights, const Tensor& value,
                                          const Tensor& packed, int64_t group, const Tensor& form,
-                                         double factor, const Tensor& budgets, double alpha, double eps) {
+                                         double factor, const Tensor& budgets,
+                                         const std::optional<Tensor>& num_absent, double alpha, double eps) {
   TORCH_CHECK(value.stride(2) == 1 && packed.is_contiguous() && form.is_contiguous());
   TORCH_CHECK(scores.stride(1) == 1 && weights.stride(1) == 1 && budgets.is_contiguous());
+  TORCH_CHECK(fits(num_absent, value.size(0)));
   return dispatch(value.scalar_type(), packed.scalar_type(), [&](auto t, auto m) {
     using Selection = PrunedSelection<element<decltype(t)>, element<decltype(m)>>;
     const Projection projection{value, packed, group, form, static_cast<float>(factor)};
-    return Selection(scores, weights, projection, budgets, alpha, eps).select();
+    return Selection(scores, weights, projection, budgets, num_absent, alpha, eps).select();
   });
 }
 
@@ -142,6 +151,22 @@ Tensor adaptive_pages(const Tensor& scores, int64_t num_packed, int64_t block_si
   for (int64_t& budget : budgets) budget = budget * (unit - share) + share * even;
   const std::vector<int64_t> pages = largest_remainder(budgets, unit * block_size);
   return at::tensor(pages, scores.options().dtype(at::kLong));
+}
+
+// The same, where the `least` best entries of every head come before all others instead.
+Tensor pages_above_floor(const Tensor& scores, int64_t num_packed, int64_t block_size, int64_t least) {
+  TORCH_CHECK(scores.stride(1) == 1);
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  Tensor raised = scores.clone();
+  const int64_t num_tokens = scores.size(1);
+  for (int64_t head = 0; head < scores.size(0); ++head) {
+    float* row = raised.mutable_data_ptr<float>() + head * raised.stride(0);
+    for_best(scores.const_data_ptr<float>() + head * scores.stride(0), num_tokens, least, [&](int64_t token) {
+      if (row[token] > -kInfinity) row[token] = kInfinity;
+    });
+  }
+  const std::vector<int64_t> counts = head_counts(raised, num_packed * block_size * scores.size(0));
+  return at::tensor(largest_remainder(counts, block_size), scores.options().dtype(at::kLong));
 }
 
 // Calls `function` with a null pointer of an integer as wide as the tensor's elements.
@@ -204,7 +229,7 @@ TORCH_LIBRARY(vllm_kvselect, library) {
   using namespace kvselect;
   library.def(
       "window_attention(Tensor query, Tensor key, float scale, int kernel_size, Tensor? sinks, "
-      "ScalarType multiplied, bool largest) -> Tensor", window_attention);
+      "Tensor? num_absent, ScalarType multiplied, bool largest) -> Tensor", window_attention);
   library.def(
       "probe_scores(Tensor query, Tensor key, Tensor value, Tensor weights, Tensor cos, Tensor sin, "
       "int first_position, float per_token) -> Tensor", probe_scores);
@@ -212,11 +237,13 @@ TORCH_LIBRARY(vllm_kvselect, library) {
   library.def("value_norms(Tensor value, Tensor packed, int group) -> Tensor", value_norms);
   library.def(
       "select_pruned(Tensor scores, Tensor weights, Tensor value, Tensor packed, int group, Tensor form, "
-      "float factor, Tensor budgets, float alpha, float eps) -> (Tensor, Tensor)", select_pruned);
+      "float factor, Tensor budgets, Tensor? num_absent, float alpha, float eps) -> (Tensor, Tensor)", select_pruned);
   library.def("best_mask(Tensor scores, Tensor counts) -> Tensor", best_mask);
   library.def("best_indices(Tensor scores, Tensor counts, int num_retained) -> Tensor", best_indices);
   library.def(
       "adaptive_pages(Tensor scores, int num_packed, int block_size, int share, int unit) -> Tensor", adaptive_pages);
+  library.def(
+      "pages_above_floor(Tensor scores, int num_packed, int block_size, int least) -> Tensor", pages_above_floor);
   library.def("read_pages(Tensor cache, Tensor pages, Tensor places) -> Tensor", read_pages);
   library.def("read_entries(Tensor cache, Tensor slots, Tensor places, int block_size) -> Tensor", read_entries);
 }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <numeric>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -25,11 +26,13 @@ struct Projection {
 template <typename T, typename M>
 class PrunedSelection {
  public:
-  // scores, weights: [num_kv_heads, num_tokens] float; budgets: [num_kv_heads] int64
+  // scores, weights: [num_kv_heads, num_tokens] float; budgets: [num_kv_heads] int64. Tokens before
+  // `num_absent` [num_kv_heads] int64 are in no head.
   PrunedSelection(const Tensor& scores, const Tensor& weights, const Projection& projection,
-                  const Tensor& budgets, double alpha, double eps)
+                  const Tensor& budgets, const std::optional<Tensor>& num_absent, double alpha, double eps)
       : scores_(scores), weights_(weights), projection_(projection),
-        budgets_(budgets.const_data_ptr<int64_t>()), alpha_(alpha), eps_(static_cast<float>(eps)),
+        budgets_(budgets.const_data_ptr<int64_t>()),
+        num_absent_(num_absent ? num_absent->const_data_ptr<int64_t>() : nullptr), alpha_(alpha), eps_(static_cast<float>(eps)),
         num_kv_heads_(scores.size(0)), num_tokens_(scores.size(1)),
         norms_(at::zeros({num_kv_heads_, num_tokens_}, scores.options())),
         bounds_(num_kv_heads_ * num_tokens_), heads_(num_kv_heads_) {}
@@ -68,8 +71,9 @@ class PrunedSelection {
     const auto count = static_cast<int64_t>(static_cast<double>(budgets_[index]) * alpha_);
     head.num_open = budgets_[index] - count;
     head.retained.assign(num_tokens_, false);
-    for_best(scores_.const_data_ptr<float>() + index * scores_.stride(0), num_tokens_, count,
-             [&](int64_t token) { head.retained[token] = true; });
+    const int64_t first = first_of(index);
+    for_best(scores_.const_data_ptr<float>() + index * scores_.stride(0) + first, num_tokens_ - first, count,
+             [&](int64_t token) { head.retained[first + token] = true; });
   }
 
   // Those with the best bounds, a quarter more than are retained: of 1 to 2 times as many this
@@ -77,9 +81,11 @@ class PrunedSelection {
   void choose_likely(int64_t index) {
     Head& head = heads_[index];
     float* bounds = &bounds_[index * num_tokens_];
-    for (int64_t t = 0; t < num_tokens_; ++t)
+    const int64_t first = first_of(index);
+    std::fill_n(bounds, first, -1.f);
+    for (int64_t t = first; t < num_tokens_; ++t)
       bounds[t] = head.retained[t] ? -1.f : bounds[t] * weight_of(index, t);
-    const int64_t num_left = num_tokens_ - budgets_[index] + head.num_open;
+    const int64_t num_left = num_tokens_ - first - budgets_[index] + head.num_open;
     for_best(bounds, num_tokens_, std::min(divide_up(5 * head.num_open, 4), num_left),
              [&](int64_t token) { head.chosen.push_back(token); });
   }
@@ -111,6 +117,8 @@ class PrunedSelection {
     for_best_keys(keys_of(index), head.num_open, [&](size_t i) { head.retained[head.candidates[i]] = true; });
   }
 
+  int64_t first_of(int64_t index) const { return num_absent_ ? num_absent_[index] : 0; }
+
   float weight_of(int64_t index, int64_t token) const {
     return weights_.const_data_ptr<float>()[index * weights_.stride(0) + token] + eps_;
   }
@@ -136,7 +144,7 @@ class PrunedSelection {
 
   const Tensor &scores_, &weights_;
   const Projection& projection_;
-  const int64_t* budgets_;
+  const int64_t *budgets_, *num_absent_;
   const double alpha_;
   const float eps_;
   const int64_t num_kv_heads_, num_tokens_;

@@ -32,8 +32,11 @@ inline Vec exp2(Vec x) {
 template <typename T, typename M>
 class WindowAttention {
  public:
-  WindowAttention(const Tensor& query, const Tensor& key, double scale, const std::optional<Tensor>& sinks)
-      : query_(query), key_(key), window_(query.size(0)), num_kv_heads_(key.size(0)),
+  // Tokens before `num_absent` [num_kv_heads] are in no head.
+  WindowAttention(const Tensor& query, const Tensor& key, double scale, const std::optional<Tensor>& sinks,
+                  const std::optional<Tensor>& num_absent)
+      : query_(query), key_(key), num_absent_(num_absent ? num_absent->const_data_ptr<int64_t>() : nullptr),
+        window_(query.size(0)), num_kv_heads_(key.size(0)),
         num_tokens_(key.size(1)), head_size_(key.size(2)),
         num_rows_(query.size(1) / num_kv_heads_ * window_),
         padded_rows_(divide_up(num_rows_, kLanes) * kLanes),
@@ -76,13 +79,17 @@ class WindowAttention {
       }
   }
 
-  // A tile's logits before scaling, [tile, padded_rows]; those of later tokens are masked.
+  // A tile's logits before scaling, [tile, padded_rows]; those of later and of absent tokens are masked.
   void compute_logits(int64_t head, int64_t tile, Rows<T, M>& keys, float* logits) const {
     const int64_t start = tiles_.start(tile), window_start = num_tokens_ - window_;
     keys.point_at(key_.const_data_ptr<T>() + head * key_.stride(0) + start * key_.stride(1),
                   key_.stride(1), tiles_.size);
     multiply(tiles_.size, padded_rows_, head_size_, keys.data, keys.stride,
              packed_.data() + head * head_size_ * padded_rows_, padded_rows_, logits);
+    if (num_absent_) {
+      const int64_t num_masked = std::clamp(num_absent_[head] - start, int64_t{0}, tiles_.size);
+      std::fill_n(logits, num_masked * padded_rows_, kMasked);
+    }
     for (int64_t token = std::max(start, window_start); token < start + tiles_.size; ++token)
       for (int64_t row = 0; row < num_rows_; row += window_)
         std::fill_n(logits + (token - start) * padded_rows_ + row, token - window_start, kMasked);
@@ -174,6 +181,7 @@ class WindowAttention {
 
   const Tensor& query_;
   const Tensor& key_;
+  const int64_t* const num_absent_;
   const int64_t window_, num_kv_heads_, num_tokens_, head_size_, num_rows_, padded_rows_;
   const float scale_;
   const Tiles tiles_;

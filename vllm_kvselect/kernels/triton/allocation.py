@@ -28,7 +28,9 @@ def adaptive_pages(
     even = num_packed * block_size
     if config.floor == "minimum":
         counts = torch.full_like(scores[:, 0], int(config.safeguard * even), dtype=torch.int64)
-        scores = scores.masked_fill(best_mask(scores, counts), float("inf"))
+        # What is not there stays so: a head may have fewer entries than the floor.
+        is_first = best_mask(scores, counts) & (scores > float("-inf"))
+        scores = scores.masked_fill(is_first, float("inf"))
         return _pages(scores, even, 1, 0, block_size)
     unit = allocation.SAFEGUARD_UNIT
     share = round(config.safeguard * unit)

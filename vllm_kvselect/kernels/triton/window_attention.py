@@ -32,19 +32,23 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 
 def snapkv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `scoring.snapkv.snapkv_scores`."""
-    if inputs.query.dtype not in DTYPES or inputs.num_absent is not None:
+    if inputs.query.dtype not in DTYPES:
         return snapkv.snapkv_scores(inputs, config)
-    attention = window_attention(
-        inputs.query, inputs.key, inputs.scale, config.group_reduction, inputs.sinks
-    )
+    attention = _attention(inputs, config.group_reduction)
     return pool(attention, config.pooling, config.kernel_size)
 
 
 def mean_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `scoring.defensivekv.mean_attention`."""
-    if inputs.query.dtype not in DTYPES or inputs.num_absent is not None:
+    if inputs.query.dtype not in DTYPES:
         return defensivekv.mean_attention(inputs, config)
-    return window_attention(inputs.query, inputs.key, inputs.scale, "mean", inputs.sinks)
+    return _attention(inputs, "mean")
+
+
+def _attention(inputs: ScoringInputs, group_reduction: str) -> torch.Tensor:
+    """The window's attention to what comes before it."""
+    given = (inputs.query, inputs.key, inputs.scale, group_reduction)
+    return window_attention(*given, inputs.sinks, inputs.num_absent)
 
 
 def window_attention(
@@ -53,6 +57,7 @@ def window_attention(
     scale: float,
     group_reduction: str,
     sinks: torch.Tensor | None = None,
+    num_absent: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The mean over the window of each query head's attention, reduced over the query group.
 
@@ -63,6 +68,8 @@ def window_attention(
         scale: Softmax scale.
         group_reduction: `mean` or `max`.
         sinks: Attention sinks, `[num_heads]`, or None.
+        num_absent: First columns of each head in which there is no key, `[num_kv_heads]` int64, or
+            None.
 
     Returns:
         `[num_kv_heads, num_prompt_tokens - window]`, float32.
@@ -86,6 +93,7 @@ def window_attention(
         normalizers,
         triton.cdiv(triton.cdiv(num_tokens, block), num_splits) * block,
         sinks,
+        num_absent,
         ROWS=row_block,
         TOKENS=block,
         CHANNELS=channels,
@@ -98,6 +106,7 @@ def window_attention(
             normalizers,
             num_splits,
             scores,
+            num_absent,
             LARGEST=group_reduction == "max",
             SPLITS=triton.next_power_of_2(num_splits),
             ROWS=min(64, padded(window)),
@@ -125,6 +134,7 @@ def _normalizers_kernel(
     normalizers_ptr,
     split_size,
     sinks_ptr,
+    absent_ptr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -164,6 +174,9 @@ def _normalizers_kernel(
         )
         logits = multiply(query, keys.to(query.dtype)) * scale
         logits = tl.where(tokens[None, :] <= last_seen[:, None], logits, float("-inf"))
+        if absent_ptr is not None:
+            is_absent = tokens < tl.load(absent_ptr + head)
+            logits = tl.where(is_absent[None, :], float("-inf"), logits)
         new_largest = tl.maximum(largest, tl.max(logits, 1))
         # A row that sees nothing yet keeps a sum of 0; the largest term of others is 1.
         pivot = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -189,6 +202,7 @@ def _weights_kernel(
     normalizers_ptr,
     num_splits,
     scores_ptr,
+    absent_ptr,
     LARGEST: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -230,7 +244,11 @@ def _weights_kernel(
             total = tl.maximum(tl.sum(tl.exp2(parts - pivot[None, :]), 0), 1.0)
             # Rows that do not exist have weights of 0.
             normalizers = tl.where(is_row, pivot + tl.log2(total), float("inf"))
-            mean += tl.sum(tl.exp2(multiply(keys, query) * scale - normalizers[None, :]), 1)
+            logits = multiply(keys, query) * scale - normalizers[None, :]
+            if absent_ptr is not None:
+                is_absent = tokens < tl.load(absent_ptr + head)
+                logits = tl.where(is_absent[:, None], float("-inf"), logits)
+            mean += tl.sum(tl.exp2(logits), 1)
         if LARGEST:
             scores = tl.maximum(scores, mean / window)
         else:
