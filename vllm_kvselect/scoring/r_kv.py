@@ -7,8 +7,8 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.snapkv import max_pool, mean_pool, window_logits
 
-_BLOCK_ELEMENTS = 2**22
-"""Similarities alive at once, 16 MiB in float32: memory does not grow with the square."""
+_BLOCK_ELEMENTS = 2**16
+"""Similarities alive at once: a second-level cache holds them, and memory grows with no square."""
 
 
 def r_kv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
@@ -76,16 +76,18 @@ def redundancy(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
     if is_absent is not None:
         directions = directions.masked_fill(is_absent[..., None], 0)
         num_entries = (~is_absent).sum(dim=-1, keepdim=True)
-    columns = torch.arange(num_tokens, device=key.device)
+    columns = torch.arange(num_tokens, dtype=torch.int32, device=key.device)
     total = key.new_zeros(num_kv_heads, num_tokens)
     step = max(1, _BLOCK_ELEMENTS // (num_kv_heads * num_tokens))
     for start in range(0, num_tokens, step):
-        rows = columns[start : start + step]
-        cosines = torch.bmm(directions[:, rows], directions.transpose(1, 2))
-        cosines.masked_fill_(columns == rows[:, None], 0)
+        rows = directions[:, start : start + step]
+        cosines = torch.bmm(rows, directions.transpose(1, 2))
+        cosines[..., start : start + step].diagonal(dim1=1, dim2=2).zero_()
         # -1, no column, where no other key is alike.
         latest = torch.where(cosines > threshold, columns, -1).amax(dim=-1, keepdim=True)
-        total += cosines.masked_fill_(columns == latest, 0).sum(dim=1)
+        place = latest.clamp(min=0).long()
+        cosines.scatter_(-1, place, cosines.gather(-1, place).masked_fill_(latest >= 0, 0))
+        total += cosines.sum(dim=1)
     means = total / num_entries
     if is_absent is not None:
         means.masked_fill_(is_absent, float("-inf"))
