@@ -73,7 +73,7 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     (
         {"allow_override": ["window"]},
         "allow_override = 'window'",
-        "'method', 'budget', 'context' or 'decode_budget'",
+        "'method', 'budget', 'context', 'decode_budget' or 'decode_interval'",
     ),
     ({"allow_override": "budget"}, "allow_override = 'budget'", "valid tuple"),
     ({"check_integrity": 1}, "check_integrity = 1", "valid boolean"),

@@ -258,3 +258,9 @@ def test_a_request_may_ask_for_rounds_or_for_none() -> None:
     for budget in (0, 256):
         got = request_config(server, {"kv_eviction_decode_budget": budget})
         assert got == server.model_copy(update={"decode_budget": budget})
+
+
+def test_a_request_may_choose_the_interval_of_its_rounds() -> None:
+    server = EvictionConfig(decode_budget=512, allow_override=("decode_interval",))
+    got = request_config(server, {"kv_eviction_decode_interval": 64})
+    assert got == server.model_copy(update={"decode_interval": 64})

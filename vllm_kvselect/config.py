@@ -18,7 +18,7 @@ from vllm_kvselect.methods.registry import KNOWN_METHODS, METHODS
 
 METHOD_NAMES: tuple[str, ...] = ("none", *METHODS)
 
-OverrideName = Literal["method", "budget", "context", "decode_budget"]
+OverrideName = Literal["method", "budget", "context", "decode_budget", "decode_interval"]
 OVERRIDE_NAMES: tuple[str, ...] = get_args(OverrideName)
 """Fields that a request may change, where the server allows it."""
 

@@ -17,6 +17,7 @@ REQUEST_KEYS = {
     "kv_eviction_budget": "budget",
     "kv_eviction_context": "context",
     "kv_eviction_decode_budget": "decode_budget",
+    "kv_eviction_decode_interval": "decode_interval",
 }
 """Keys of `vllm_xargs`, and the field of `EvictionConfig` that each one changes."""
 
@@ -235,12 +236,14 @@ def _changed(
     budget: int | float | None = None,
     context: int | str | None = None,
     decode_budget: int | None = None,
+    decode_interval: int | None = None,
 ) -> EvictionConfig:
     given = {
         "method": method,
         "budget": budget,
         "context": context,
         "decode_budget": decode_budget,
+        "decode_interval": decode_interval,
     }
     changes = {field: value for field, value in given.items() if value is not None}
     return EvictionConfig.parse(server.model_dump() | changes)

@@ -121,6 +121,7 @@ def own_eviction(
         "kv_eviction_budget": "budget",
         "kv_eviction_context": "context",
         "kv_eviction_decode_budget": "decode_budget",
+        "kv_eviction_decode_interval": "decode_interval",
     }
     changes = {fields[key]: value for key, value in extra_args.items()}
     if any(

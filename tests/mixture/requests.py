@@ -20,7 +20,7 @@ SERVER: dict[str, Any] = {
     "budget": 96,
     "window": 20,  # no multiple of the block size, so that their borders are not the same
     "decode_interval": 40,
-    "allow_override": ["method", "budget", "context", "decode_budget"],
+    "allow_override": ["method", "budget", "context", "decode_budget", "decode_interval"],
 }
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
@@ -31,7 +31,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"kv_eviction": "snapkv", "kv_eviction_budget": 128},
     {"kv_eviction": "adakv", "kv_eviction_budget": 64},
     {"kv_eviction": "defensivekv"},
-    {"kv_eviction_decode_budget": 64},
+    {"kv_eviction_decode_budget": 64, "kv_eviction_decode_interval": 33},
     {"kv_eviction_decode_budget": 80, "kv_eviction": "layer-thetakv", "kv_eviction_budget": 1.0},
     {"kv_eviction_context": 200},
     {"kv_eviction_context": 250, "kv_eviction": "layer-keydiff-perturb"},

@@ -72,6 +72,8 @@ def request_settings(eviction: EvictionConfig) -> dict[str, Any]:
     """What a request sends as `vllm_xargs`."""
     keys = REQUEST_KEYS if eviction.enabled else ("kv_eviction",)
     values = {key: getattr(eviction, REQUEST_KEYS[key]) for key in keys}
+    if not eviction.decode_budget:
+        values.pop("kv_eviction_decode_interval", None)
     return {key: value for key, value in values.items() if value is not None}
 
 
