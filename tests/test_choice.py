@@ -17,7 +17,8 @@ def run_oracle(case: MethodCase, uneven: Uneven) -> oracle.Retained:
         [alone(layer, shape, head, absent) for head, absent in enumerate(of_heads)]
         for layer, of_heads in zip(uneven.layers, uneven.num_absent, strict=True)
     ]
-    return oracle.retain_uneven(heads, shape.num_tokens, shape.scale, *packed, config)
+    lengths = (shape.num_tokens, shape.scale, *packed)
+    return oracle.retain_uneven(heads, *lengths, config, num_kept=uneven.num_kept)
 
 
 def alone(layer: Layer, shape: Shape, head: int, num_absent: int) -> oracle.LayerInputs:
@@ -44,7 +45,11 @@ def test_heads_of_different_lengths_retain_what_the_oracle_says(
     num_tokens = uneven.shape.num_tokens
     assert retention.retained.tolist() == [h * num_tokens + t for h, t in expected.entries]
     assert retention.offsets.diff().tolist() == expected.pages
-    # What is absent is never retained.
+    # What is absent is never retained, and what must be kept always is.
     absent = torch.tensor(uneven.num_absent).flatten()
     head, token = retention.retained // num_tokens, retention.retained % num_tokens
     assert (token >= absent[head]).all()
+    if uneven.num_kept is not None:
+        kept = torch.tensor(uneven.num_kept).flatten()
+        is_kept = token < (absent + kept)[head]
+        assert torch.equal(head[is_kept].bincount(minlength=len(kept)), kept)

@@ -30,6 +30,7 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
         "leave one of them out",
     ),
     ({"decode_interval": 0}, "decode_interval = 0", "greater than or equal to 1"),
+    ({"keep_prompt": 1}, "keep_prompt = 1", "valid boolean"),
     ({"context": 0}, "context = 0", "greater than or equal to 1"),
     ({"context": "last"}, "context = 'last'", "'chat'"),
     ({"turn_start": ["user"]}, "turn_start = 'user'", "valid integer"),

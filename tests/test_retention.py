@@ -254,6 +254,14 @@ def test_the_prompts_cut_and_rounds_follow_one_another() -> None:
     assert cuts(1500, 32, config) == planned[:1]
 
 
+def test_blocks_of_the_prompt_come_on_top_where_rounds_keep_them() -> None:
+    values = {"budget": 256, "decode_budget": 128, "decode_interval": 128, "keep_prompt": True}
+    planned = cuts(1500, 32, EvictionConfig(**values), 1000)
+    # 1,500 tokens take 47 blocks, of which 38 are freed; 9 stay, and 4 of what is generated.
+    assert [planned.num_freed(length) for length in (1500, 1628, 1756, 1884)] == [38, 38, 41, 45]
+    assert all(cut.tail_start - cut.first_packed >= 9 + 1 for cut in planned[1:])
+
+
 def test_a_request_without_eviction_makes_no_rounds() -> None:
     config = EvictionConfig(method="none", decode_budget=512)
     assert cuts(1500, 32, config, 1000) == Cuts()

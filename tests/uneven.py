@@ -28,11 +28,13 @@ class Uneven:
         shape: What the fullest head has.
         layers: Tensors; what is absent holds numbers that must not matter.
         num_absent: `[num_layers][num_kv_heads]`, multiples of the block size.
+        num_kept: Of the entries after these, those that are retained anyway, likewise; or None.
     """
 
     shape: Shape
     layers: list[Layer]
     num_absent: list[list[int]]
+    num_kept: list[list[int]] | None
 
 
 @st.composite
@@ -50,14 +52,34 @@ def unevens(draw: st.DrawFn, case: MethodCase, dtype: torch.dtype = torch.float6
         num_held = sum(shape.tail_start - absent for absent in heads)
         assume(num_held >= shape.num_packed * shape.num_kv_heads)
     absent = [[shape.block_size * count for count in heads] for heads in pages]
-    return Uneven(shape, layers, absent)
+    return Uneven(shape, layers, absent, draw(st.none() | kept_pages(shape, pages, is_uniform)))
+
+
+@st.composite
+def kept_pages(
+    draw: st.DrawFn, shape: Shape, absent: list[list[int]], is_uniform: bool
+) -> list[list[int]]:
+    """Fewer pages than are retained, of heads that have them; the same for all if they must be."""
+    left = 0 if is_uniform else shape.num_packed * sum(map(len, absent)) - 1
+    kept = []
+    even = draw(st.integers(0, shape.num_packed - 1))
+    for heads in absent:
+        kept.append([])
+        for num_absent in heads:
+            count = even if is_uniform else draw(st.integers(0, left))
+            count = min(count, shape.tail_start - num_absent)
+            left -= 0 if is_uniform else count
+            kept[-1].append(count * shape.block_size)
+    return kept
 
 
 def inputs_of(case: MethodCase, uneven: Uneven, index: int) -> ScoringInputs:
     """What the method is given of a layer."""
-    absent = torch.tensor(uneven.num_absent[index])
+    absent, kept = torch.tensor(uneven.num_absent[index]), None
+    if uneven.num_kept is not None:
+        kept = torch.tensor(uneven.num_kept[index])
     inputs = case.inputs(uneven.shape, uneven.layers[index], index)
-    return replace(inputs, num_absent=absent)
+    return replace(inputs, num_absent=absent, num_kept=kept)
 
 
 def retain_uneven(

@@ -52,6 +52,8 @@ class EvictionConfig(BaseModel):
             it generates; 0 lets its answer grow. What the prompt left counts, and so does the
             window.
         decode_interval: Tokens from one such round to the next.
+        keep_prompt: Whether rounds leave alone what is retained of the prompt, in whole blocks; the
+            `decode_budget` counts what is generated only.
         context: Tokens at the beginning of the prompt that are compressed on their own, up to the
             last block border among them: what follows, such as a question, neither shapes what is
             retained of them nor is dropped. `chat`: what comes before the first user's turn that
@@ -98,6 +100,7 @@ class EvictionConfig(BaseModel):
     budget: int | float = 1024
     decode_budget: Annotated[int, Field(ge=0)] = 0
     decode_interval: Annotated[int, Field(ge=1)] = 128
+    keep_prompt: bool = False
     context: Annotated[int, Field(ge=1)] | Literal["chat"] | None = None
     turn_start: tuple[int, ...] = ()
     window: Annotated[int, Field(ge=1)] = 32

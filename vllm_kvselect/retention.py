@@ -111,13 +111,13 @@ def cuts(
 
     One lies at the prompt's end or, where a context is marked, at the last block border in it.
     Rounds follow at every `decode_interval` tokens past the prompt, as soon as there is more than
-    the `decode_budget`.
+    the `decode_budget`. With `keep_prompt` the blocks that the prompt holds come on top of it.
 
     Args:
         num_prompt_tokens: Length of the prompt in tokens.
         block_size: Tokens per block.
         config: The request's configuration; only `method`, `budget`, `window`, `context`,
-            `decode_budget` and `decode_interval` matter here.
+            `decode_budget`, `decode_interval` and `keep_prompt` matter here.
         max_tokens: Tokens that the request may generate.
 
     Returns:
@@ -134,9 +134,12 @@ def cuts(
     made = [] if first is None else [first]
     if not config.decode_budget:
         return Cuts(made)
-    step = config.decode_interval
+    step, budget = config.decode_interval, config.decode_budget
+    if config.keep_prompt:
+        num_freed = first.first_packed if first else 0
+        budget += (ceil(num_prompt_tokens / block_size) - num_freed) * block_size
     for position in range(num_prompt_tokens + step, num_prompt_tokens + max_tokens, step):
-        cut = _cut_at(position, block_size, config.window, config.decode_budget)
+        cut = _cut_at(position, block_size, config.window, budget)
         if cut is not None and cut.first_packed > (made[-1].first_packed if made else 0):
             made.append(cut)
     return Cuts(made)

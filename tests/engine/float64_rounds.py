@@ -110,15 +110,24 @@ class Answered:
         assert chosen.tolist() == pytest.approx(exact.amax(-1).tolist(), abs=1e-3)
         assert self._answer.logprobs == pytest.approx(chosen.tolist(), abs=1e-3)
 
-    def check_rounds(self, case: MethodCase) -> None:
-        """Every round retained the published choice among what each head held."""
+    def check_rounds(self, case: MethodCase, keep_prompt: bool = False) -> None:
+        """Every round retained the published choice among what each head held.
+
+        With `keep_prompt`, what came with the prompt's blocks comes first.
+        """
+        border = -(-self._num_prompt_tokens // BLOCK_SIZE) * BLOCK_SIZE if keep_prompt else 0
         places = range(len(self._full))
         pools = [[*places]] if METHODS[case.method].pooled else [[place] for place in places]
         for number, (cut, columns) in enumerate(self._rounds):
             for layers in pools:
                 owners = [owner for owner in columns if owner[0] in layers]
                 heads = [self._alone(owner, number) for owner in owners]
-                for owner, expected in zip(owners, expect(case, heads, owners, cut), strict=True):
+                kept = [
+                    sum(token < border for token in self._entries(owner, number))
+                    for owner in owners
+                ]
+                wanted = expect(case, heads, owners, cut, kept)
+                for owner, expected in zip(owners, wanted, strict=True):
                     assert len(columns[owner]) == expected.count
                     expected.check(set(columns[owner]))
 
@@ -154,14 +163,18 @@ class Answered:
                 is_seen[head, position:] &= ~is_dropped
         return attention(*tensors, is_seen, self._model.sinks(layer))
 
+    def _entries(self, owner: Owner, number: int) -> list[int]:
+        """What a head held before a round."""
+        steps = self._steps[owner]
+        num_made = number + len(steps) - len(self._rounds)
+        return self._held(steps, num_made, self._rounds[number].cut.position)
+
     def _alone(self, owner: Owner, number: int) -> Layer:
         """A head with the entries that it held before a round."""
         place, head = owner
-        layer, cut = self._full[place], self._rounds[number].cut
+        layer = self._full[place]
         query, key, value = self._seen[layer]
-        steps = self._steps[owner]
-        num_made = number + len(steps) - len(self._rounds)
-        entries = self._held(steps, num_made, cut.position)
+        entries = self._entries(owner, number)
         group, size = query.shape[1] // key.shape[1], key.shape[2]
         queries, own = slice(head * group, (head + 1) * group), slice(head, head + 1)
         columns = slice(queries.start * size, queries.stop * size)
@@ -176,23 +189,33 @@ class Answered:
 
 
 def expect(
-    case: MethodCase, heads: Sequence[Layer], owners: Sequence[Owner], cut: Cut
+    case: MethodCase,
+    heads: Sequence[Layer],
+    owners: Sequence[Owner],
+    cut: Cut,
+    num_kept: Sequence[int],
 ) -> list[Expected]:
-    """What heads of different lengths should retain; their latest entries are the tail."""
+    """What heads of different lengths should retain; their latest entries are the tail.
+
+    The first `num_kept` of each head score more than all others.
+    """
     config, base = case.config(), base_of(case.method)
     is_product = base in oracle.QUERY_AGNOSTIC and case.method.endswith("-perturb")
     num_tail = cut.position - cut.tail_start * BLOCK_SIZE
     most = max(len(head.query) for head in heads) - num_tail
     norms = [value_norms(h, 2 if is_product else 1)[0, :-num_tail] for h in heads]
     rows, products = [], []
-    for head, norm, (layer, index) in zip(heads, norms, owners, strict=True):
+    of_heads = zip(heads, norms, owners, num_kept, strict=True)
+    for head, norm, (layer, index), kept in of_heads:
         if base == "random":
             scores = torch.tensor(oracle.random_scores(0, layer, index + 1, len(norm))[index])
             weights = scores
         else:
             scores = stage_1_scores(base, head, config, layer)[0, : len(norm)]
             weights = stage_2_scores(base, head, config, layer)[0, : len(norm)]
-        rows.append(scores.double())
+        scores, weights = scores.double(), weights.double()
+        scores[:kept], weights[:kept] = torch.inf, torch.inf
+        rows.append(scores)
         if base == "thetakv":
             n = len(norm)
             products.append((weights + config.lam / n) / (1 + config.lam) * norm)

@@ -53,6 +53,7 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
             context=context,
             decode_budget=decode_budget,
             decode_interval=draw(st.sampled_from((10, 12, 17))),
+            keep_prompt=draw(st.booleans()),
             allow_override=allow_override,
         ),
         max_num_seqs=draw(st.integers(2, 6)),

@@ -58,11 +58,14 @@ def retained_in_rounds(
         return []
     at_prompt = retained_blocks(num_prompt_tokens, block_size, eviction)
     num_freed = at_prompt.num_freed if at_prompt else 0
-    rounds = []
+    budget, rounds = eviction.decode_budget, []
+    if eviction.keep_prompt:
+        for _ in range(num_freed * block_size, num_prompt_tokens, block_size):
+            budget += block_size
     for length in range(num_prompt_tokens + 1, num_prompt_tokens + max_tokens):
         if (length - num_prompt_tokens) % eviction.decode_interval:
             continue
-        found = _retained(length, block_size, eviction.window, eviction.decode_budget)
+        found = _retained(length, block_size, eviction.window, budget)
         if found and found.num_freed > num_freed:
             rounds.append(found)
             num_freed = found.num_freed
@@ -99,6 +102,7 @@ class Row:
         max_tokens = new.sampling_params.max_tokens or 0
         self.rounds = retained_in_rounds(len(prompt), max_tokens, block_size, eviction)
         self.packed: list[list[np.ndarray]] = []
+        self.kept: dict[tuple[int, int], np.ndarray] = {}
         self.packed_position = -1
 
     @property

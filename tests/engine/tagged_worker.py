@@ -407,6 +407,7 @@ class TaggedRounds(Rounds):
         got = (cut.position, cut.first_packed, cut.tail_start)
         require(got == expected, f"a round of {row.request_id} at {got}, not {expected}")
         entries = self._check_held(row, cut, held)
+        kept = self._check_kept(row, request, held, entries)
         self._check_queries(row, request, cut)
         # Deterministic, as selection is.
         random = Random(f"{row.request_id} retains at {cut.position}")
@@ -414,7 +415,7 @@ class TaggedRounds(Rounds):
         layers = (
             [[*range(NUM_LAYERS)]] if request.method.pooled else [[i] for i in range(NUM_LAYERS)]
         )
-        retentions = [self._draw(random, pool, cut, held) for pool in layers]
+        retentions = [self._draw(random, pool, cut, held, kept) for pool in layers]
         row.packed, row.packed_position = [[] for _ in range(NUM_LAYERS)], cut.position
         for pool, retention in zip(layers, retentions, strict=True):
             owner, column = np.divmod(retention.retained.numpy(), held.num_competing)
@@ -423,21 +424,52 @@ class TaggedRounds(Rounds):
                 row.packed[layer].append(entries[layer][head][column[owner == index]])
         return retentions
 
-    def _draw(self, random: Random, pool: list[int], cut: Cut, held: Held) -> Retention:
+    def _check_kept(
+        self, row: Row, request: Request, held: Held, entries: list[list[np.ndarray]]
+    ) -> torch.Tensor:
+        """Rounds know which entries came with the prompt's blocks, where they leave them alone."""
+        if not request.eviction.keep_prompt:
+            require(request.num_kept is None, "a round keeps what competes")
+            return torch.zeros_like(held.num_absent)
+        kept = request.num_kept
+        require(kept is not None, "a round does not keep the prompt")
+        assert kept is not None
+        is_first = row.packed_position <= row.num_prompt_tokens
+        border = -(-row.num_prompt_tokens // self._block_size) * self._block_size
+        for layer in range(NUM_LAYERS):
+            for head in range(NUM_KV_HEADS):
+                start = int(held.num_absent[layer, head])
+                own = entries[layer][head][start : start + int(kept[layer, head])]
+                if is_first:
+                    later = row.tags[border : held.num_entries + border] * CODES.size
+                    rest = entries[layer][head][start + len(own) : held.num_entries]
+                    row.kept[layer, head] = own
+                    require(
+                        np.array_equal(rest, later[: len(rest)] + CODES[layer, head]),
+                        "a round keeps more than the prompt, or less",
+                    )
+                require(np.array_equal(own, row.kept[layer, head]), "the prompt is not kept")
+        return kept
+
+    def _draw(
+        self, random: Random, pool: list[int], cut: Cut, held: Held, num_kept: torch.Tensor
+    ) -> Retention:
         """Pages for each head, no more than it can fill, and entries for them."""
         absent = held.num_absent[pool].flatten().tolist()
+        kept = num_kept[pool].flatten().tolist()
         room = [(held.num_competing - none) // self._block_size for none in absent]
-        pages = [0] * len(absent)
-        for _ in range(cut.num_packed * len(absent)):
+        pages = [count // self._block_size for count in kept]
+        for _ in range(cut.num_packed * len(absent) - sum(pages)):
             head = random.choice([i for i, most in enumerate(room) if pages[i] < most])
             pages[head] += 1
-        chosen = [
-            head * held.num_competing + column
-            for head, count in enumerate(pages)
-            for column in sorted(
-                random.sample(range(absent[head], held.num_competing), count * self._block_size)
+        chosen = []
+        for head, count in enumerate(pages):
+            first = absent[head] + kept[head]
+            others = random.sample(
+                range(first, held.num_competing), count * self._block_size - kept[head]
             )
-        ]
+            columns = [*range(absent[head], first), *sorted(others)]
+            chosen += [head * held.num_competing + column for column in columns]
         offsets = torch.tensor([0, *np.cumsum(pages).tolist()])
         return Retention(torch.tensor(chosen), offsets)
 

@@ -455,6 +455,15 @@ def plan_rounds_without_the_scheduler(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(block_manager, "cuts", lambda *args: planned_cuts(*args[:3]))
 
 
+def keep_a_block_less_of_prompts(patch: pytest.MonkeyPatch) -> None:
+    of_prompt = Rounds._of_prompt
+
+    def less(rounds: Rounds, *args: Any) -> torch.Tensor:
+        return of_prompt(rounds, *args) - rounds._block_size
+
+    patch.setattr(Rounds, "_of_prompt", less)
+
+
 Errors = type[Exception] | tuple[type[Exception], ...]
 Mutant = tuple[Callable[[pytest.MonkeyPatch], None], Errors, str]
 
@@ -547,6 +556,11 @@ MUTANTS: dict[str, Mutant] = {
         "wrong entries",
     ),
     "freed blocks read once more": (read_freed_blocks_once_more, WrongEntryError, "a round of"),
+    "a block less of prompts that rounds shall keep": (
+        keep_a_block_less_of_prompts,
+        WrongEntryError,
+        "keeps more than the prompt, or less",
+    ),
     "entries of a round moved elsewhere": (
         move_entries_of_rounds_in_another_order,
         WrongEntryError,

@@ -59,22 +59,23 @@ class Served(NamedTuple):
     rounds: RoundsOf
 
 
-def serve(start: EngineFactory) -> Served:
+def serve(start: EngineFactory, num_generated: int = NUM_GENERATED, **values: Any) -> Served:
     extra_args: Any = [{"kv_eviction": case.method} for case in CASES]
     # Gemma's and gpt-oss's sliding layers have a manager of their own, which nothing checks.
     settings = {"budget": 160, "allow_override": ["method"], **ROUNDS, "check_integrity": False}
+    settings |= values
     with (
         start(settings, 90, max_num_batched_tokens=256) as engine,
         recording(engine.worker.model_runner) as recorder,
         recording_rounds() as rounds,
         preempting_all(6, num_tokens=100) as preempted,
     ):
-        answers = engine.generate(PROMPTS, NUM_GENERATED, extra_args)
+        answers = engine.generate(PROMPTS, num_generated, extra_args)
     assert preempted
     return Served(answers, recorder, rounds)
 
 
-def check(index: int, served: Served, folder: Path) -> None:
+def check(index: int, served: Served, folder: Path, keep_prompt: bool = False) -> None:
     prompt = PROMPTS[index]
     at_prompt = {
         layer: retained
@@ -85,7 +86,7 @@ def check(index: int, served: Served, folder: Path) -> None:
     assert rounds
     answered = Answered(Model(folder), prompt, served.answers[index], at_prompt, rounds)
     answered.check_tokens()
-    answered.check_rounds(CASES[index])
+    answered.check_rounds(CASES[index], keep_prompt)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +110,13 @@ def test_every_round_and_every_token_is_as_the_float64_model_says(
     index: int, served: Served, llama: Path
 ) -> None:
     check(index, served, llama)
+
+
+def test_the_prompt_is_left_alone_where_it_shall_be(start: EngineFactory, llama: Path) -> None:
+    # The first round comes once there is more than the prompt's blocks and the budget.
+    served = serve(start, NUM_GENERATED + 80, keep_prompt=True)
+    for index in range(len(CASES)):
+        check(index, served, llama, keep_prompt=True)
 
 
 @pytest.mark.parametrize("make", [random_gemma3, random_gpt_oss], ids=["windows", "sinks"])

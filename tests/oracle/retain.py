@@ -116,11 +116,13 @@ def retain_uneven(
     block_size: int,
     config: EvictionConfig,
     first_layer: int = 0,
+    num_kept: Sequence[Sequence[int]] | None = None,
 ) -> Retained:
     """The same for heads that hold different numbers of entries, all up to the latest ones.
 
     `layers[layer][head]` is a head alone. Its tokens are counted so that those of all heads end
-    at `num_tokens`; where a head has none, it scores minus infinity.
+    at `num_tokens`; where a head has none, it scores minus infinity. Of its first tokens
+    `num_kept[layer][head]` are retained whatever they score.
     """
     base = base_of(config.method)
     is_one_stage = base in QUERY_AGNOSTIC
@@ -136,6 +138,9 @@ def retain_uneven(
             )
             if base == "random":  # the only rule to which it matters which head it is
                 row = random_scores(config.seed, i, place + 1, competing)[place]
+            if num_kept is not None:
+                kept = num_kept[i - first_layer][place]
+                row, weights = ([inf] * kept + list(r[kept:]) for r in (row, weights))
             rows.append(row)
             norms_of = value_l2_norms if is_one_stage else value_norms
             (norms,) = norms_of(head.value, head.output_projection)

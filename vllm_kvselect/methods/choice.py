@@ -128,8 +128,12 @@ def score_layer(
     def scores_by(name: str, parameters: EvictionConfig) -> torch.Tensor:
         scorer = kernels.scorer(scorer_named(name))
         if observer is None:
-            return scorer(inputs, parameters)[:, :num_tokens]
-        return observer.scores(inputs, scorer, parameters)[:, :num_tokens]
+            found = scorer(inputs, parameters)[:, :num_tokens]
+        else:
+            found = observer.scores(inputs, scorer, parameters)[:, :num_tokens]
+        if (is_kept := inputs.is_kept) is None:
+            return found
+        return found.masked_fill(is_kept[:, :num_tokens], float("inf"))
 
     scores, weights, norms = scores_by(method.scorer, config), None, None
     unpooled = config.stage_2_scores == "unpooled"

@@ -37,6 +37,8 @@ class ScoringInputs:
             heads that retain different numbers of entries all end with the latest ones. What a
             scorer says of absent entries is ignored, and they must not change what it says of
             others. None where every head has an entry in every column.
+        num_kept: First entries of each head that are retained whatever they score,
+            `[num_kv_heads]` int64, whole pages; only with `num_absent`. None where all compete.
     """
 
     query: torch.Tensor
@@ -51,6 +53,7 @@ class ScoringInputs:
     probe: torch.Tensor | None = None
     replayed: torch.Tensor | None = None
     num_absent: torch.Tensor | None = None
+    num_kept: torch.Tensor | None = None
 
     @property
     def is_absent(self) -> torch.Tensor | None:
@@ -58,6 +61,17 @@ class ScoringInputs:
         if self.num_absent is None:
             return None
         return absent_columns(self.num_absent, self.key.shape[1])
+
+    @property
+    def is_kept(self) -> torch.Tensor | None:
+        """Columns that are retained whatever they score, absent ones before them included.
+
+        `[num_kv_heads, num_tokens]` bool, or None where all compete.
+        """
+        if self.num_kept is None:
+            return None
+        assert self.num_absent is not None
+        return absent_columns(self.num_absent + self.num_kept, self.key.shape[1])
 
     @property
     def num_scored(self) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, Self
 
+import torch
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -52,6 +53,8 @@ class Request:
         num_found: Tokens of it that came with a compressed context, 0 if it found none.
         observer: What has seen its tokens so far; None before the first chunk and once scored.
         packing: The cut that is being made; None before it is reached and once it is made.
+        num_kept: Entries of the prompt that rounds leave alone, `[num_layers, num_kv_heads]`; None
+            before the first round, and if they compete.
         seen: Where the queries are kept that the next round looks through, by position.
         last_counted_round: Position of the last round that was reported: a preempted request makes
             its rounds again.
@@ -67,6 +70,7 @@ class Request:
     num_found: int = 0
     observer: Observer | None = None
     packing: PendingCut | None = None
+    num_kept: torch.Tensor | None = None
     seen: dict[int, SeenQuery] = field(default_factory=dict)
     last_counted_round: int = 0
 

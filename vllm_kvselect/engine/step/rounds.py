@@ -6,6 +6,7 @@ steps: when the batch after it is split, before anything of that is computed.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 from typing import NamedTuple, Protocol
 
 import torch
@@ -95,6 +96,9 @@ class Rounds:
         with self._state.stopwatch:
             blocks = block_ids[: cut.tail_start + 1].to(torch.int64)
             held = self._held(request.cut, cut, block_ids)
+            is_first = request.cut is None or request.cut.position <= request.num_prompt_tokens
+            if request.eviction.keep_prompt and is_first:
+                request.num_kept = self._of_prompt(request.num_prompt_tokens, cut, held)
             retentions = self._choose(request, cut, held)
             self._move(cut, held, blocks, [retention.retained for retention in retentions])
             offsets = self._offsets(retentions)
@@ -125,6 +129,16 @@ class Rounds:
         num_tail = cut.position - cut.tail_start * self._block_size
         return Held(aligned, num_missing * self._block_size, num_entries, num_entries - num_tail)
 
+    def _of_prompt(self, num_prompt_tokens: int, cut: Cut, held: Held) -> torch.Tensor:
+        """Entries that each head holds in the prompt's blocks, before anything else is dropped.
+
+        With those of the first generated tokens that share the prompt's last block.
+        """
+        size = self._block_size
+        num_blocks_behind = ceil(cut.position / size) - ceil(num_prompt_tokens / size)
+        end = (ceil(held.num_entries / size) - num_blocks_behind) * size
+        return end - held.num_absent
+
     def _choose(self, request: Request, cut: Cut, held: Held) -> list[Retention]:
         """What is retained: of each layer, or of all together."""
         eviction, sizes = request.eviction, (cut.num_packed, self._block_size)
@@ -133,7 +147,7 @@ class Rounds:
         # [num_layers, window, num_heads, head_size]
         queries = torch.stack([step.of_token(place) for step, place in seen], dim=1)
         layers = (  # one by one: a layer's entries are read as they are needed
-            (layer.kernels, self._inputs(layer, queries[index], held))
+            (layer.kernels, self._inputs(layer, queries[index], held, request.num_kept))
             for index, layer in enumerate(self._layers)
         )
         if request.method.pooled:
@@ -143,11 +157,15 @@ class Rounds:
         return [retain(inputs, *sizes, eviction, kernels) for kernels, inputs in layers]
 
     @staticmethod
-    def _inputs(layer: RoundLayer, query: torch.Tensor, held: Held) -> ScoringInputs:
+    def _inputs(
+        layer: RoundLayer, query: torch.Tensor, held: Held, num_kept: torch.Tensor | None
+    ) -> ScoringInputs:
         """What competes in a layer."""
-        key, value = layer.read_held(held.pages[layer.layer_index])
+        index = layer.layer_index
+        key, value = layer.read_held(held.pages[index])
         inputs = layer.inputs(query, key[:, : held.num_entries], value[:, : held.num_competing])
-        return replace(inputs, num_absent=held.num_absent[layer.layer_index])
+        kept = None if num_kept is None else num_kept[index]
+        return replace(inputs, num_absent=held.num_absent[index], num_kept=kept)
 
     def _move(
         self, cut: Cut, held: Held, blocks: torch.Tensor, retained: Sequence[torch.Tensor]
