@@ -86,6 +86,7 @@ def _flags(kv_mib: int) -> list[str]:
     flags += ["--max-num-queued-reqs", "32", "--disable-uvicorn-access-log"]
     flags += ["--kv-eviction", SERVER["method"], "--kv-eviction-budget", str(SERVER["budget"])]
     flags += ["--kv-eviction-window", str(SERVER["window"])]
+    flags += ["--kv-eviction-decode-interval", str(SERVER["decode_interval"])]
     return [*flags, "--kv-eviction-allow-override", ",".join(SERVER["allow_override"])]
 
 
@@ -143,6 +144,7 @@ def _summary(
         "preemptions": after["preemptions"],
         "prompts_evicted": after["prompts_evicted"],
         "contexts_found": after["contexts_found"],
+        "rounds": after["rounds"],
         "resident_mib": [state["resident_mib"] for state in states],
         "growth": round(growth, 4),
         "leaks": {name: after[name] for name in LEAKS},
@@ -173,6 +175,7 @@ async def _idle(http: httpx.AsyncClient, server: Server) -> dict[str, Any]:
         "preemptions": metrics["vllm:num_preemptions_total"],
         "prompts_evicted": metrics["vllm:kv_eviction_requests_total"],
         "contexts_found": metrics["vllm:kv_eviction_context_hits_total"],
+        "rounds": metrics["vllm:kv_eviction_rounds_total"],
         "resident_mib": _resident_mib(server.pid),
     }
 
@@ -205,7 +208,8 @@ def _print_table(clients: Clients, summary: dict[str, Any]) -> None:
     before, warm, after = summary["resident_mib"]
     console.print(
         f"{summary['preemptions']:.0f} preemptions, {summary['prompts_evicted']:.0f} prompts "
-        f"evicted, {summary['contexts_found']:.0f} contexts found; resident MiB by process: "
+        f"evicted, {summary['contexts_found']:.0f} contexts found, {summary['rounds']:.0f} rounds; "
+        f"resident MiB by process: "
         f"{before} before, {warm} after warm-up, {after} at the end"
     )
     for problem in summary["problems"]:
