@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -110,17 +111,23 @@ class Answered:
         assert chosen.tolist() == pytest.approx(exact.amax(-1).tolist(), abs=1e-3)
         assert self._answer.logprobs == pytest.approx(chosen.tolist(), abs=1e-3)
 
-    def check_rounds(self, case: MethodCase, keep_prompt: bool = False) -> None:
+    def check_rounds(self, case: MethodCase, keep_prompt: bool = False, num_ranks: int = 1) -> None:
         """Every round retained the published choice among what each head held.
 
-        With `keep_prompt`, what came with the prompt's blocks comes first.
+        With `keep_prompt`, what came with the prompt's blocks comes first. Each rank chooses among
+        its own heads.
         """
+        per_rank = self._model.num_kv_heads // num_ranks
         border = -(-self._num_prompt_tokens // BLOCK_SIZE) * BLOCK_SIZE if keep_prompt else 0
         places = range(len(self._full))
         pools = [[*places]] if METHODS[case.method].pooled else [[place] for place in places]
         for number, (cut, columns) in enumerate(self._rounds):
-            for layers in pools:
-                owners = [owner for owner in columns if owner[0] in layers]
+            for layers, rank in product(pools, range(num_ranks)):
+                owners = [
+                    (layer, head)
+                    for layer, head in columns
+                    if layer in layers and head // per_rank == rank
+                ]
                 heads = [self._alone(owner, number) for owner in owners]
                 kept = [
                     sum(token < border for token in self._entries(owner, number))
@@ -234,13 +241,13 @@ def expect(
     elif case.method.startswith("layer-"):
         counts = oracle.adaptive_pages(padded, cut.num_packed, BLOCK_SIZE, 0.0, "minimum")
     expected = []
-    for row, product, pages in zip(rows, products, counts, strict=True):
+    for row, multiple, pages in zip(rows, products, counts, strict=True):
         count = pages * BLOCK_SIZE
         if is_product:
-            expected.append(Expected(count, product, product, count))
+            expected.append(Expected(count, multiple, multiple, count))
         elif base == "thetakv" or case.method.endswith("-perturb"):
             first = int(config.alpha * count)
-            keys = product.clone()
+            keys = multiple.clone()
             keys[torch.sort(row, descending=True, stable=True).indices[:first]] = torch.inf
             expected.append(Expected(count, keys, row, first))
         else:

@@ -4,6 +4,7 @@ The workers are processes of their own, so what they retain is recorded there. T
 entries are compared with those of a float64 model that chooses by rank.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.engine.conftest import BLOCK_SIZE, Answer, _engine, preempting_all
 from tests.engine.float64 import BUDGET, num_packed, tail_begin
 from tests.engine.float64_model import Answer as ExpectedAnswer
 from tests.engine.float64_model import Model
+from tests.engine.float64_rounds import Answered, Round, RoundsOf, recording_rounds
 from tests.engine.random_models import random_llama, random_prompts
 from tests.engine.recorder import recording
 from tests.method_cases import MethodCase
@@ -27,6 +29,14 @@ NUM_LAYERS, NUM_KV_HEADS = 4, 4  # two of each on a rank
 # A stage counts its layers from 0, so `random` draws there what it draws in the first stage.
 OF_STAGES = [name for name in METHODS if not METHODS[name].pooled and name != "random"]
 CASES = {"tensor": [*METHODS], "pipeline": OF_STAGES}
+ROUND_METHODS = [
+    "streaming-llm",
+    "snapkv-perturb",
+    "r-kv",
+    "adakv-perturb",
+    "layer-thetakv",
+    "ada-keydiff-perturb",
+]
 BOTH = pytest.mark.parametrize("kind", CASES)
 
 
@@ -140,6 +150,58 @@ def test_ranks_answer_and_retain_as_the_oracle(
         of_layer = served[kind].ranks[rank].retained[len(prompt), own_layer]
         retained[layer, head] = {token for owner, token in of_layer if owner == own_head}
     oracle.check(answer.token_ids, answer.logprobs, retained)
+
+
+def start_recording_rounds(worker: Any) -> None:
+    """Runs in every worker."""
+    start_recording(worker)
+    worker.recording_rounds = recording_rounds()
+    worker.rounds = worker.recording_rounds.__enter__()
+
+
+def recorded_rounds(worker: Any) -> tuple[dict[tuple[int, int], Any], RoundsOf]:
+    """Runs in every worker: what prompts retained, and rounds."""
+    return worker.recorder.retained, dict(worker.rounds)
+
+
+def merged(
+    ranks: list[tuple[dict[tuple[int, int], Any], RoundsOf]], length: int
+) -> tuple[dict[int, set[tuple[int, int]]], list[Round]]:
+    """What two ranks retained of a prompt and in its rounds, heads counted over both."""
+    at_prompt: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    rounds = {position: Round(made.cut, {}) for position, made in ranks[0][1][length].items()}
+    for rank, (retained, made) in enumerate(ranks):
+        for (prompt_len, layer), entries in retained.items():
+            if prompt_len == length:
+                at_prompt[layer] |= {(2 * rank + head, token) for head, token in entries}
+        for position, each in made[length].items():
+            assert each.cut == rounds[position].cut
+            for (layer, head), columns in each.columns.items():
+                rounds[position].columns[layer, 2 * rank + head] = columns
+    return at_prompt, [each for _, each in sorted(rounds.items())]
+
+
+def test_two_ranks_make_the_rounds_of_the_float64_model(llama: Path) -> None:
+    prompts = random_prompts([40 + 31 * index for index in range(len(ROUND_METHODS))])
+    eviction = {"budget": BUDGET, "allow_override": ["method"]}
+    eviction |= {"decode_budget": 96, "decode_interval": 64}
+    settings = {"skip_tokenizer_init": True, "max_model_len": 1024, "tensor_parallel_size": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        with _engine(eviction, 90, model=llama, **settings) as engine:
+            engine.llm.collective_rpc(start_recording_rounds)
+            with preempting_all(6, num_tokens=100) as preempted:
+                asked = [{"kv_eviction": name} for name in ROUND_METHODS]
+                answers = engine.generate(prompts, 180, asked)
+            ranks = engine.llm.collective_rpc(recorded_rounds)
+    assert preempted
+    for name, prompt, answer in zip(ROUND_METHODS, prompts, answers, strict=True):
+        at_prompt, rounds = merged(ranks, len(prompt))
+        assert rounds
+        answered = Answered(Model(llama), prompt, answer, at_prompt, rounds)
+        answered.check_tokens()
+        answered.check_rounds(MethodCase(name), num_ranks=2)
 
 
 @BOTH
