@@ -22,6 +22,11 @@ SERVER: dict[str, Any] = {
     "decode_interval": 40,
     "allow_override": ["method", "budget", "context", "decode_budget", "decode_interval"],
 }
+WITH_ROUNDS: tuple[dict[str, Any], ...] = (
+    {"kv_eviction_decode_budget": 64, "kv_eviction_decode_interval": 33},
+    {"kv_eviction_decode_budget": 64, "kv_eviction": "r-kv"},
+    {"kv_eviction_decode_budget": 80, "kv_eviction": "layer-thetakv", "kv_eviction_budget": 1.0},
+)
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     {"kv_eviction_budget": 64},
@@ -31,13 +36,15 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"kv_eviction": "snapkv", "kv_eviction_budget": 128},
     {"kv_eviction": "adakv", "kv_eviction_budget": 64},
     {"kv_eviction": "defensivekv"},
-    {"kv_eviction_decode_budget": 64, "kv_eviction_decode_interval": 33},
-    {"kv_eviction_decode_budget": 80, "kv_eviction": "layer-thetakv", "kv_eviction_budget": 1.0},
+    *WITH_ROUNDS,
     {"kv_eviction_context": 200},
     {"kv_eviction_context": 250, "kv_eviction": "layer-keydiff-perturb"},
     {"kv_eviction_context": 256, "kv_eviction": "ada-expected-attention"},
     {"kv_eviction_context": 300, "kv_eviction": "layer-defensivekv", "kv_eviction_budget": 0.5},
 )
+
+LONG = "long answer"
+"""The kind that is always asked for with a decode budget."""
 
 GREEDY: dict[str, dict[str, Any]] = {
     "greedy": {"max_tokens": 12, "ignore_eos": True},
@@ -57,7 +64,7 @@ GREEDY: dict[str, dict[str, Any]] = {
     },
     "regular expression": {"max_tokens": 12, "structured_outputs": {"regex": "[A-Z]{3}-[0-9]{5}"}},
     "until the context is full": {"max_tokens": None, "ignore_eos": True},
-    "long answer": {"max_tokens": 110, "ignore_eos": True},
+    LONG: {"max_tokens": 110, "ignore_eos": True},
 }
 SAMPLED: dict[str, dict[str, Any]] = {
     "seeded": {"max_tokens": 10, "temperature": 0.9, "top_p": 0.9, "seed": 11},
@@ -121,7 +128,8 @@ def draw(
 ) -> list[Request]:
     """Draws requests: every kind equally often, prompts at the borders, many with a prefix shared.
 
-    Contexts are of two texts only, so that several requests read the same one.
+    Contexts are of two texts only, so that several requests read the same one. Long answers all
+    have a decode budget.
 
     Args:
         text: Token ids of a long text to cut prompts from.
@@ -140,7 +148,7 @@ def draw(
         length = random.choice(lengths)
         if kinds[kind]["max_tokens"] is None:
             length = MAX_MODEL_LEN - random.randint(1, 24)
-        settings = random.choice(SETTINGS)
+        settings = random.choice(WITH_ROUNDS if kind == LONG else SETTINGS)
         start = random.choice(starts[:2] if "kv_eviction_context" in settings else starts)
         sampling = {"temperature": 0.0, **kinds[kind], "extra_args": settings}
         if num_adapters:
