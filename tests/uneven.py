@@ -37,6 +37,13 @@ class Uneven:
     num_kept: list[list[int]] | None
 
 
+def some_absent(shape: Shape, seed: int) -> torch.Tensor:
+    """How many of the first entries each head lacks: none, some, or all before the window."""
+    generator = torch.Generator().manual_seed(seed)
+    num_scored = shape.num_prompt_tokens - shape.window
+    return torch.randint(num_scored + 1, (shape.num_kv_heads,), generator=generator)
+
+
 @st.composite
 def unevens(draw: st.DrawFn, case: MethodCase, dtype: torch.dtype = torch.float64) -> Uneven:
     """Layers for a method, one if it has no pool; what they hold is enough for its budget."""

@@ -23,7 +23,7 @@ from tests.strategies import (
     shapes,
     some,
 )
-from tests.uneven import every_round_case, retain_uneven, unevens
+from tests.uneven import every_round_case, retain_uneven, some_absent, unevens
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cpu, tiers
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
@@ -60,13 +60,6 @@ def ranked(seed: int, heads: int, num_tokens: int, tied: bool) -> torch.Tensor:
         scores = (scores * 4).round() / 4 - 0.5
     scores[0, 0] = torch.inf
     return scores[:, :num_tokens]
-
-
-def num_absent(seed: int, shape: Shape) -> torch.Tensor:
-    """How many of the first entries each head lacks: none, some, or all before the window."""
-    generator = torch.Generator().manual_seed(seed)
-    num_scored = shape.num_prompt_tokens - shape.window
-    return torch.randint(num_scored + 1, (shape.num_kv_heads,), generator=generator)
 
 
 def drawn_budgets(data: st.DataObject, heads: int, num_tokens: int) -> torch.Tensor:
@@ -116,7 +109,7 @@ def test_scores_of_the_window(
     inputs = scoring_inputs(layer.query.double(), key.double(), shape.scale, sinks=sinks)
     given_inputs = scoring_inputs(layer.query, key, shape.scale, sinks=layer.sinks)
     if is_uneven:
-        absent = num_absent(seed, shape)
+        absent = some_absent(shape, seed)
         inputs, given_inputs = (replace(i, num_absent=absent) for i in (inputs, given_inputs))
     expected = scorer(inputs, config)
     scores = cpu.KERNELS.scorer(scorer)(given_inputs, config)

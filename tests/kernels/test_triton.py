@@ -28,7 +28,7 @@ from tests.strategies import (
     shapes,
 )
 from tests.test_page_table import Batch, batches
-from tests.uneven import ROUND_CASES
+from tests.uneven import ROUND_CASES, some_absent
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.methods.choice import retain
 from vllm_kvselect.methods.registry import METHODS
@@ -82,13 +82,6 @@ def ranked(seed: int, heads: int, num_tokens: int, tied: bool) -> torch.Tensor:
         scores = (scores * 4).round() / 4 - 0.5
     scores[0, 0] = torch.inf
     return scores.to(DEVICE)[:, :num_tokens]
-
-
-def num_absent(seed: int, shape: Shape) -> torch.Tensor:
-    """How many of the first entries each head lacks: none, some, or all before the window."""
-    generator = torch.Generator().manual_seed(seed)
-    num_scored = shape.num_prompt_tokens - shape.window
-    return torch.randint(num_scored + 1, (shape.num_kv_heads,), generator=generator).to(DEVICE)
 
 
 def drawn_budgets(data: st.DataObject, heads: int, num_tokens: int) -> torch.Tensor:
@@ -158,7 +151,7 @@ def test_snapkv_scores(
     inputs = scoring_inputs(query.double(), key.double(), shape.scale, sinks=exact)
     given_inputs = scoring_inputs(query, key, shape.scale, sinks=sinks)
     if is_uneven:
-        absent = num_absent(seed, shape)
+        absent = some_absent(shape, seed).to(DEVICE)
         inputs, given_inputs = (replace(i, num_absent=absent) for i in (inputs, given_inputs))
     expected = snapkv.snapkv_scores(inputs, config)
     scores = cuda.snapkv_scores(given_inputs, config)

@@ -5,6 +5,9 @@ Stage 2 of perturbation-constrained selection ranks by `(score + eps) * ||V W_O|
 value alone, far cheaper than the projection. Entries whose bound misses the cut need no norm.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 
 from vllm_kvselect.scoring.inputs import absent_columns
@@ -42,16 +45,44 @@ def select_pruned(
     Returns:
         Flat indices `head * num_tokens + token`, ascending, `[num_retained]` int64.
     """
-    if num_absent is None:
-        stage_1 = stage_1_mask(scores, budgets, alpha)
-        norms = needed_value_norms(weights, value, projection, stage_1, budgets, eps)
-        return select(stage_2_keys(weights, norms, stage_1, eps), budgets, num_retained)
-    is_absent = absent_columns(num_absent, scores.shape[1])
-    stage_1 = stage_1_mask(scores.masked_fill(is_absent, float("-inf")), budgets, alpha)
-    taken = (stage_1 | is_absent, budgets + num_absent)
-    norms = needed_value_norms(weights, value, projection, *taken, eps)
-    keys = stage_2_keys(weights, norms, stage_1, eps).masked_fill_(is_absent, float("-inf"))
-    return select(keys, budgets, num_retained)
+    parts = Parts(stage_1_mask, needed_value_norms, select)
+    given = (scores, weights, value, projection, budgets, num_retained, alpha, eps, num_absent)
+    return select_by_parts(parts, *given)
+
+
+class Parts(NamedTuple):
+    """What two-stage selection is made of: references, or their twins."""
+
+    stage_1_mask: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    needed_value_norms: Callable[..., torch.Tensor]
+    select: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+def select_by_parts(
+    parts: Parts,
+    scores: torch.Tensor,
+    weights: torch.Tensor,
+    value: torch.Tensor,
+    projection: OutputProjection,
+    budgets: torch.Tensor,
+    num_retained: int,
+    alpha: float,
+    eps: float,
+    num_absent: torch.Tensor | None,
+) -> torch.Tensor:
+    """`select_pruned`, made of given parts."""
+    is_absent, num_taken = None, budgets
+    if num_absent is not None:
+        is_absent, num_taken = absent_columns(num_absent, scores.shape[1]), budgets + num_absent
+        scores = scores.masked_fill(is_absent, float("-inf"))
+    stage_1 = parts.stage_1_mask(scores, budgets, alpha)
+    # What is absent is not in the running, just as what stage 1 has taken.
+    taken = stage_1 if is_absent is None else stage_1 | is_absent
+    norms = parts.needed_value_norms(weights, value, projection, taken, num_taken, eps)
+    keys = stage_2_keys(weights, norms, stage_1, eps)
+    if is_absent is not None:
+        keys.masked_fill_(is_absent, float("-inf"))
+    return parts.select(keys, budgets, num_retained)
 
 
 def needed_value_norms(

@@ -23,10 +23,8 @@ from vllm_kvselect.kernels.triton.selection import (
 )
 from vllm_kvselect.kernels.triton.value_norms import partial_norms, sum_of_parts
 from vllm_kvselect.kernels.triton.window_attention import DTYPES
-from vllm_kvselect.scoring.inputs import absent_columns
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting import pruning
-from vllm_kvselect.selecting.selection import stage_2_keys
 
 _BLOCK = 256
 """Tokens in a program that joins the parts of norms."""
@@ -44,16 +42,9 @@ def select_pruned(
     num_absent: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of `pruning.select_pruned`, made of the twins of its parts."""
-    if num_absent is None:
-        stage_1 = stage_1_mask(scores, budgets, alpha)
-        norms = needed_value_norms(weights, value, projection, stage_1, budgets, eps)
-        return select(stage_2_keys(weights, norms, stage_1, eps), budgets, num_retained)
-    is_absent = absent_columns(num_absent, scores.shape[1])
-    stage_1 = stage_1_mask(scores.masked_fill(is_absent, float("-inf")), budgets, alpha)
-    taken = (stage_1 | is_absent, budgets + num_absent)
-    norms = needed_value_norms(weights, value, projection, *taken, eps)
-    keys = stage_2_keys(weights, norms, stage_1, eps).masked_fill_(is_absent, float("-inf"))
-    return select(keys, budgets, num_retained)
+    parts = pruning.Parts(stage_1_mask, needed_value_norms, select)
+    given = (scores, weights, value, projection, budgets, num_retained, alpha, eps, num_absent)
+    return pruning.select_by_parts(parts, *given)
 
 
 def needed_value_norms(
