@@ -21,10 +21,10 @@ SERVE_FLAGS := \
 	--host 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help install develop serve test lint docs demo evaluate clean
+.PHONY: help install develop serve test test-next lint docs demo evaluate clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: ## make .venv with what serving needs; returns at once when up to date (PYTHON=python3)
 	@$(PYTHON) packaging/install.py --for serve
@@ -42,6 +42,9 @@ serve: install ## serve the small model on 127.0.0.1 with eviction (PORT=8000, A
 
 test: lint docs ## lint, build the documentation, then run all tests
 	$(BIN)/pytest -n 2 --dist loadgroup
+
+test-next: develop ## the tests that need no compiled code, on a newer vLLM (ARGS=pytest's options)
+	$(BIN)/python -m tests.next -n 2 --dist loadgroup $(ARGS)
 
 lint: develop ## ruff, its formatter, mypy, and the contracts on imports
 	$(BIN)/ruff check
@@ -63,5 +66,5 @@ evaluate: develop ## measure what the small model still answers after eviction (
 		--out evaluation $(ARGS)
 
 clean: ## remove .venv, caches and build output
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf .venv .next .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

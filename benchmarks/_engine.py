@@ -247,8 +247,8 @@ def _answer(measure: Callable[[Job], dict[str, Any]]) -> None:
 
 
 def _evicts(job: Job) -> bool:
-    """Whether the job's engine drops anything; with method `none` it is stock in all but name."""
-    return job["eviction"] is not None and EvictionConfig.parse(job["eviction"]).enabled
+    """Whether the job's engine has our worker; else it is stock, if only in all but name."""
+    return job["eviction"] is not None and EvictionConfig.parse(job["eviction"]).may_act
 
 
 def _version(distribution: str) -> str | None:

@@ -33,13 +33,16 @@ def measure(job: Job) -> Result:
     # such as compiling or binding weights, happens here.
     _generate(llm, [job["warm_up"]], WARM_UP_TOKENS)
 
+    held = _watched(llm)
     before = _counts(llm)
     seconds = _timed(llm, job, job["output_len"])
     stats = eviction_stats(llm, job)
     steps, preemptions = (after - b for after, b in zip(_counts(llm), before, strict=True))
     # Preempted prompts are selected from again: this is the time of each prompt's first selection.
     first = len(job["prompts"]) / stats["num_evicted"] if stats["num_evicted"] else 0.0
+    most_held = max(held)
     prefill_seconds = _timed(llm, job, 1)  # one token drops nothing: without selection
+    engine = describe(llm)
     return {
         "seconds": seconds,
         "prefill_seconds": prefill_seconds,
@@ -49,9 +52,28 @@ def measure(job: Job) -> Result:
         "num_evicted": stats["num_evicted"],
         "steps": steps,
         "preemptions": preemptions,
+        # Of all blocks but the one that vLLM keeps for itself.
+        "most_blocks_per_request": most_held * (engine["num_blocks"] - 1),
         "output_tokens": len(job["prompts"]) * job["output_len"],
-        **describe(llm),
+        **engine,
     }
+
+
+def _watched(llm: "LLM") -> list[float]:
+    """The share of the KV cache that a running request holds in the mean, from now on step by step.
+
+    vLLM gives its own loggers both numbers at once; its metrics are read one after the other.
+    """
+    manager = llm.llm_engine.logger_manager
+    record, held = manager.record, []
+
+    def watched(scheduler_stats: Any, **others: Any) -> None:
+        record(scheduler_stats=scheduler_stats, **others)
+        if scheduler_stats is not None and scheduler_stats.num_running_reqs:
+            held.append(scheduler_stats.kv_cache_usage / scheduler_stats.num_running_reqs)
+
+    manager.record = watched
+    return held
 
 
 def _timed(llm: "LLM", job: Job, output_len: int) -> float:

@@ -34,7 +34,7 @@ from vllm_kvselect.request import REQUEST_KEYS
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-METHODS = "r-kv,snapkv,snapkv-perturb,thetakv,keydiff,streaming-llm,random"
+METHODS = "r-kv,h2o,snapkv,snapkv-perturb,thetakv,keydiff,streaming-llm,random"
 BLOCK_SIZE = 32
 FULL = "full cache"
 

@@ -43,6 +43,7 @@ def main(
     budget: Annotated[str, typer.Option(help="Entries per KV head, or a fraction.")] = "256",
     decode_budget: Annotated[int, typer.Option(min=0, help="Of the plugin; 0: no rounds.")] = 0,
     decode_interval: Annotated[int, typer.Option(min=1, help="Tokens between rounds.")] = 128,
+    block_size: Annotated[int, typer.Option(min=0, help="Of both engines; 0: their own.")] = 0,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     dtype: str = dtype_name(fast_dtype()),
     enforce_eager: Annotated[
@@ -66,6 +67,7 @@ def main(
         "kv_bytes": kv_mib * MIB,
         "max_model_len": prompt_len + output_len,
         "output_len": output_len,
+        "block_size": block_size,
         "prompts": prompts,
         "warm_up": warm_up,
         "eviction": None,
@@ -132,7 +134,7 @@ def _summary(measured: list[Round]) -> dict[str, Any]:
 def _print_table(measured: list[Round], summary: dict[str, Any]) -> None:
     table = Table(title="Throughput: stock vLLM and the plugin")
     columns = ("round", "engine", "seconds", "tokens/s", "requests/step", "preemptions", "blocks")
-    for column in (*columns, "prefill alone", "selection"):
+    for column in (*columns, "blocks a request", "prefill alone", "selection"):
         table.add_column(column, justify="left" if column == "engine" else "right")
     for number, results in enumerate(measured, start=1):
         for name, result in results.items():
@@ -144,6 +146,7 @@ def _print_table(measured: list[Round], summary: dict[str, Any]) -> None:
                 f"{result['output_tokens'] / result['steps']:.1f}",
                 str(result["preemptions"]),
                 f"{result['num_blocks']} x {result['block_size']}",
+                f"{result['most_blocks_per_request']:.1f}",
                 f"{result['prefill_seconds']:.2f} s",
                 f"{result['selection_seconds_once']:.2f} s" if name == "plugin" else "",
             )

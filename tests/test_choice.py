@@ -1,4 +1,4 @@
-"""The choice among heads that hold different numbers of entries, as rounds make it."""
+"""The choice: what every head keeps, and among heads that hold different numbers of entries."""
 
 import torch
 from hypothesis import given
@@ -7,7 +7,10 @@ from hypothesis import strategies as st
 from tests import oracle
 from tests.method_cases import MethodCase
 from tests.strategies import Layer, Shape, few
-from tests.uneven import Uneven, every_round_case, retain_uneven, unevens
+from tests.uneven import Uneven, every_round_case, received, retain_uneven, unevens
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.methods.choice import retain_pool
+from vllm_kvselect.selecting.ranking import Candidates
 
 
 def run_oracle(case: MethodCase, uneven: Uneven) -> oracle.Retained:
@@ -31,6 +34,7 @@ def alone(layer: Layer, shape: Shape, head: int, num_absent: int) -> oracle.Laye
         layer.value[head : head + 1, num_absent : shape.num_tokens].tolist(),
         layer.output_projection[head : head + 1].tolist(),
         layer.sinks[queries].tolist(),
+        received=received(layer, shape)[head : head + 1, num_absent:].tolist(),
     )
 
 
@@ -53,3 +57,15 @@ def test_heads_of_different_lengths_retain_what_the_oracle_says(
         kept = torch.tensor(uneven.num_kept).flatten()
         is_kept = token < (absent + kept)[head]
         assert torch.equal(head[is_kept].bincount(minlength=len(kept)), kept)
+
+
+def test_a_head_that_wants_little_keeps_its_first_tokens() -> None:
+    scores = torch.rand(3, 2, 64)
+    scores[1] /= 1000  # these two would get less than half a page
+    scores[..., :4] = torch.inf
+    retention = retain_pool(Candidates(scores), 2, 16, EvictionConfig(method="layer-probe"))
+    pages = retention.offsets.diff().tolist()
+    assert sum(pages) == 12
+    assert pages[2:4] == [1, 1]
+    heads = [retention.retained[retention.retained // 64 == head] % 64 for head in range(6)]
+    assert all({0, 1, 2, 3} <= {*tokens.tolist()} for tokens in heads)

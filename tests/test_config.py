@@ -20,9 +20,9 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     ({"decode_budget": -1}, "decode_budget = -1", "greater than or equal to 0"),
     ({"decode_budget": 0.5}, "decode_budget = 0.5", "valid integer"),
     (
-        {"method": "h2o", "decode_budget": 512},
-        "decode_budget = 512 is not accepted with method = 'h2o'",
-        "set it to 0, or take one of streaming-llm, random, knorm, keydiff",
+        {"method": "probe", "decode_budget": 512},
+        "decode_budget = 512 is not accepted with method = 'probe'",
+        "set it to 0, or take one of streaming-llm, random, h2o, h2o-perturb",
     ),
     (
         {"context": 1000, "decode_budget": 512},
@@ -69,12 +69,22 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     ({"future": 0.5}, "future = 0.5", "valid integer"),
     ({"expected_eps": -0.02}, "expected_eps = -0.02", "greater than or equal to 0"),
     ({"expected_eps": float("inf")}, "expected_eps = inf", "finite"),
+    ({"prefill": "sparse"}, "prefill = 'sparse'", "'dense' or 'critiprefill'"),
+    ({"prefill_budget": 0}, "prefill_budget = 0", "greater than or equal to 1"),
+    ({"prefill_budget": 100}, "prefill_budget = 100", "96 would be one"),
+    ({"prefill_segment": 48}, "prefill_segment = 48", "32 would be one"),
+    ({"prefill_block": 0}, "prefill_block = 0", "greater than or equal to 1"),
+    ({"prefill_dense_until": -1}, "prefill_dense_until = -1", "greater than or equal to 0"),
+    ({"prefill_dense_layers": -1}, "prefill_dense_layers = -1", "greater than or equal to 0"),
+    ({"prefill_layer_fusion": 1.0}, "prefill_layer_fusion = 1.0", "less than 1"),
+    ({"prefill_coverage": 1.5}, "prefill_coverage = 1.5", "less than or equal to 1"),
+    ({"prefill_values": 1}, "prefill_values = 1", "valid boolean"),
     ({"probe": ""}, "probe = ''", "at least 1 character"),
     ({"probe": 1}, "probe = 1", "valid string"),
     (
         {"allow_override": ["window"]},
         "allow_override = 'window'",
-        "'method', 'budget', 'context', 'decode_budget' or 'decode_interval'",
+        "'decode_interval', 'prefill' or 'prefill_budget'",
     ),
     ({"allow_override": "budget"}, "allow_override = 'budget'", "valid tuple"),
     ({"check_integrity": 1}, "check_integrity = 1", "valid boolean"),
@@ -150,8 +160,19 @@ def test_config_is_frozen() -> None:
 
 def test_a_server_may_evict_by_default_or_where_requests_choose_the_method() -> None:
     assert EvictionConfig(method="snapkv").may_evict
+    assert not EvictionConfig(method="snapkv").may_prefill_sparsely
     assert EvictionConfig.parse({"method": "none", "allow_override": ["method"]}).may_evict
-    assert not EvictionConfig.parse({"method": "none", "allow_override": ["budget"]}).may_evict
+    nothing = EvictionConfig.parse({"method": "none", "allow_override": ["budget"]})
+    assert not nothing.may_evict
+    assert not nothing.may_act
+
+
+def test_a_server_may_prefill_sparsely_by_default_or_where_requests_choose_it() -> None:
+    for values in ({"prefill": "critiprefill"}, {"allow_override": ["prefill"]}):
+        config = EvictionConfig.parse({"method": "none", **values})
+        assert config.may_prefill_sparsely
+        assert config.may_act
+        assert not config.may_evict
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)

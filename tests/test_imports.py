@@ -14,6 +14,7 @@ WITHOUT_TORCH = (
     "",
     "cli",
     "config",
+    "doctor",
     "methods.registry",
     "request",
     "retention",

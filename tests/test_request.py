@@ -233,8 +233,8 @@ def test_a_method_that_is_measured_off_the_engine_only_is_refused(
     ("extra_args", "message"),
     [
         (
-            {"kv_eviction": "h2o", "kv_eviction_decode_budget": 256},
-            r"kv_eviction_decode_budget = 256 is not accepted with kv_eviction = 'h2o': its sums",
+            {"kv_eviction": "probe", "kv_eviction_decode_budget": 256},
+            r"kv_eviction_decode_budget = 256 is not accepted with kv_eviction = 'probe': it",
         ),
         (
             {"kv_eviction_context": 500, "kv_eviction_decode_budget": 256},

@@ -85,8 +85,16 @@ def inputs_of(case: MethodCase, uneven: Uneven, index: int) -> ScoringInputs:
     absent, kept = torch.tensor(uneven.num_absent[index]), None
     if uneven.num_kept is not None:
         kept = torch.tensor(uneven.num_kept[index])
-    inputs = case.inputs(uneven.shape, uneven.layers[index], index)
+    layer = uneven.layers[index]
+    inputs = case.inputs(uneven.shape, layer, index)
+    if METHODS[case.method].cumulative:
+        inputs = replace(inputs, query=layer.query, received=received(layer, uneven.shape))
     return replace(inputs, num_absent=absent, num_kept=kept)
+
+
+def received(layer: Layer, shape: Shape) -> torch.Tensor:
+    """Sums of attention that entries might have received, different ones."""
+    return layer.key[:, : shape.num_prompt_tokens].abs().sum(dim=-1)
 
 
 def retain_uneven(

@@ -1,4 +1,4 @@
-"""The command `vllm-kvselect`: the small model, methods, plans, a server view, the analysis."""
+"""The command `vllm-kvselect`: the small model, methods, plans, views, analyses, a doctor."""
 
 from collections import Counter
 from contextlib import suppress
@@ -16,6 +16,7 @@ from vllm_kvselect.analysis.command import analyze, parse_number
 from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.calibration.command import calibrate
 from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.doctor import doctor
 from vllm_kvselect.evaluation.command import evaluate
 from vllm_kvselect.retention import Role, budget_problem, cuts
 from vllm_kvselect.tiny_model import TinyModelError, tiny_model
@@ -50,6 +51,7 @@ def _print_version(wanted: bool) -> None:
 app.command("analyze")(analyze)
 app.command("evaluate")(evaluate)
 app.command("calibrate")(calibrate)
+app.command("doctor")(doctor)
 
 
 @app.callback()

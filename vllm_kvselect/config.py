@@ -18,7 +18,15 @@ from vllm_kvselect.methods.registry import KNOWN_METHODS, METHODS
 
 METHOD_NAMES: tuple[str, ...] = ("none", *METHODS)
 
-OverrideName = Literal["method", "budget", "context", "decode_budget", "decode_interval"]
+OverrideName = Literal[
+    "method",
+    "budget",
+    "context",
+    "decode_budget",
+    "decode_interval",
+    "prefill",
+    "prefill_budget",
+]
 OVERRIDE_NAMES: tuple[str, ...] = get_args(OverrideName)
 """Fields that a request may change, where the server allows it."""
 
@@ -60,6 +68,18 @@ class EvictionConfig(BaseModel):
             leaves something to drop. None: the whole prompt is compressed.
         turn_start: Token ids with which a user's turn begins, for `chat`; empty for what the
             model's chat template says.
+        prefill: `critiprefill` lets later tokens of a prompt read only the blocks before them that
+            are critical (arXiv 2409.12490); `dense`, the default, all of them, as stock vLLM.
+        prefill_budget: Tokens before its segment that such a token reads, in whole blocks.
+        prefill_segment: Neighbouring tokens that read the same blocks.
+        prefill_block: Tokens of a block that is read or not.
+        prefill_dense_until: Tokens at the beginning of the prompt that read all before them.
+        prefill_dense_layers: First layers in which all tokens do.
+        prefill_layer_fusion: Weight of the layers before in a block's criticality.
+        prefill_coverage: Share of the estimated attention that the blocks must cover, instead of
+            `prefill_budget` (arXiv 2502.20766); 0 to read a fixed number.
+        prefill_values: Whether criticality is multiplied by the block's largest projected value
+            norm.
         window: Observation window in tokens: the last prompt tokens, whose queries score the
             entries before them. Always retained.
         kernel_size: Width of the pooling of the scores along the tokens (SnapKV, section 4).
@@ -103,6 +123,15 @@ class EvictionConfig(BaseModel):
     keep_prompt: bool = False
     context: Annotated[int, Field(ge=1)] | Literal["chat"] | None = None
     turn_start: tuple[int, ...] = ()
+    prefill: Literal["dense", "critiprefill"] = "dense"
+    prefill_budget: Annotated[int, Field(ge=1)] = 2048
+    prefill_segment: Annotated[int, Field(ge=1)] = 512
+    prefill_block: Annotated[int, Field(ge=1)] = 32
+    prefill_dense_until: Annotated[int, Field(ge=0)] = 4096
+    prefill_dense_layers: Annotated[int, Field(ge=0)] = 1
+    prefill_layer_fusion: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
+    prefill_coverage: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    prefill_values: bool = False
     window: Annotated[int, Field(ge=1)] = 32
     kernel_size: Annotated[int, Field(ge=1)] = 7
     pooling: Literal["max", "mean"] = "max"
@@ -161,6 +190,17 @@ class EvictionConfig(BaseModel):
         return tuple(values) if isinstance(values, list) else values
 
     @model_validator(mode="after")
+    def _segments_are_whole_blocks(self) -> Self:
+        size, block = self.prefill_segment, self.prefill_block
+        for name, tokens in (("prefill_segment", size), ("prefill_budget", self.prefill_budget)):
+            if tokens % block:
+                raise ValueError(
+                    f"{name} = {tokens!r} is not accepted with prefill_block = {block!r}: it is no "
+                    f"multiple of it; {max(1, tokens // block) * block} would be one"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _rounds_can_be_made(self) -> Self:
         if not self.decode_budget or not self.enabled:
             return self
@@ -188,6 +228,16 @@ class EvictionConfig(BaseModel):
     def may_evict(self) -> bool:
         """Whether a server with these defaults ever drops anything, for some request at least."""
         return self.enabled or "method" in self.allow_override
+
+    @property
+    def may_prefill_sparsely(self) -> bool:
+        """Whether some request may be prefilled sparsely."""
+        return self.prefill != "dense" or "prefill" in self.allow_override
+
+    @property
+    def may_act(self) -> bool:
+        """Whether a server with these settings ever differs from stock vLLM."""
+        return self.may_evict or self.may_prefill_sparsely
 
     @property
     def may_pool(self) -> bool:

@@ -18,6 +18,8 @@ REQUEST_KEYS = {
     "kv_eviction_context": "context",
     "kv_eviction_decode_budget": "decode_budget",
     "kv_eviction_decode_interval": "decode_interval",
+    "kv_prefill": "prefill",
+    "kv_prefill_budget": "prefill_budget",
 }
 """Keys of `vllm_xargs`, and the field of `EvictionConfig` that each one changes."""
 
@@ -165,16 +167,16 @@ def planned_config(server: EvictionConfig, params: Sampling | None) -> EvictionC
 
     Returns:
         As `request_config`, with the method `none` where that raises and where one token is asked
-        for.
+        for; in the former case also with a dense prefill.
     """
     if params is None:
         return server
     try:
         config = request_config(server, params.extra_args)
     except RequestError:
-        return _changed(server, method="none")
+        return _changed(server, method="none", prefill="dense")
     if params.max_tokens == 1 and config.context is None:
-        return _changed(server, method="none")
+        return _changed(config, method="none")
     return config
 
 
@@ -237,6 +239,8 @@ def _changed(
     context: int | str | None = None,
     decode_budget: int | None = None,
     decode_interval: int | None = None,
+    prefill: str | None = None,
+    prefill_budget: int | None = None,
 ) -> EvictionConfig:
     given = {
         "method": method,
@@ -244,6 +248,8 @@ def _changed(
         "context": context,
         "decode_budget": decode_budget,
         "decode_interval": decode_interval,
+        "prefill": prefill,
+        "prefill_budget": prefill_budget,
     }
     changes = {field: value for field, value in given.items() if value is not None}
     return EvictionConfig.parse(server.model_dump() | changes)

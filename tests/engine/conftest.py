@@ -17,6 +17,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.engine.random_models import random_persimmon
 from tests.engine.server import serving
 from tests.probe_files import probe_of
 from vllm_kvselect.shallow_model import shallow_copy
@@ -145,10 +146,10 @@ class Engine:
         return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
 
-@contextmanager
-def _engine(
+def engine_settings(
     eviction: dict[str, Any] | None, num_blocks: int, *, model: Path, **settings: Any
-) -> Iterator[Engine]:
+) -> dict[str, Any]:
+    """What an engine is given, beside its model."""
     settings = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, **settings}
     if eviction is not None:
         # The tiny model's probe the package has; weights without a file have none.
@@ -160,7 +161,14 @@ def _engine(
     entries = config["num_hidden_layers"] * config["num_key_value_heads"] * BLOCK_SIZE
     ranks = ("tensor_parallel_size", "pipeline_parallel_size")
     block_bytes = entries * entry_bytes // math.prod(settings.get(name, 1) for name in ranks)
-    llm = LLM(str(model), kv_cache_memory_bytes=num_blocks * block_bytes, **settings)
+    return {"kv_cache_memory_bytes": num_blocks * block_bytes, **settings}
+
+
+@contextmanager
+def _engine(
+    eviction: dict[str, Any] | None, num_blocks: int, *, model: Path, **settings: Any
+) -> Iterator[Engine]:
+    llm = LLM(str(model), **engine_settings(eviction, num_blocks, model=model, **settings))
     try:
         yield Engine(llm)
     finally:
@@ -212,6 +220,15 @@ def start_engine(monkeypatch: pytest.MonkeyPatch, shallow_model: Path) -> Engine
 def shallow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model cut down to its first layers: real weights, real tokens, a real engine."""
     return shallow_copy(tiny_model(), SHALLOW_LAYERS, tmp_path_factory.mktemp("shallow") / "model")
+
+
+@pytest.fixture(scope="session")
+def persimmon(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that vLLM runs through transformers, which does not say what its projection is.
+
+    Made once a process: when vLLM has loaded such a model, transformers can make no other one.
+    """
+    return random_persimmon(tmp_path_factory.mktemp("persimmon"))
 
 
 @pytest.fixture(scope="session")

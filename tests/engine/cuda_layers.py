@@ -6,7 +6,6 @@ oracle in float64, which says what every head retains; blocks given back are ove
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,20 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from tests import oracle
+from tests.engine.cuda_requests import (
+    BLOCK_SIZE,
+    GROUP,
+    HEAD_SIZE,
+    HIDDEN_SIZE,
+    MAX_MODEL_LEN,
+    MAX_NUM_SEQS,
+    NUM_BLOCKS,
+    NUM_KV_HEADS,
+    NUM_LAYERS,
+    SCALE,
+    SCALES,
+    Request,
+)
 from tests.engine.flash_attention import FP8, PADDING, attention
 from tests.strategies import random_probe
 from vllm_kvselect.config import EvictionConfig
@@ -24,16 +36,9 @@ from vllm_kvselect.engine.cuda.flash_attention import HeadwiseFlashAttentionBack
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.request import Request as LiveRequest
 from vllm_kvselect.kernels.base import Kernels
-from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.retention import Cuts
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.tiny_model import tiny_model
-
-NUM_LAYERS, NUM_KV_HEADS, GROUP, HEAD_SIZE, HIDDEN_SIZE = 2, 2, 2, 16, 24
-BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS, MAX_MODEL_LEN = 16, 60, 4, 256
-SCALE = HEAD_SIZE**-0.5
-SCALES = {"q": 0.25, "k": 0.5, "v": 2.0}
-"""Of an fp8 cache; powers of two, so that dequantising rounds nothing."""
 
 
 def vllm_config(
@@ -48,38 +53,6 @@ def vllm_config(
         config.compilation_config.max_cudagraph_capture_size = MAX_NUM_SEQS
         config.compilation_config.cudagraph_capture_sizes = [1, 2, MAX_NUM_SEQS]
     return config
-
-
-@dataclass(eq=False)
-class Request:
-    """A request's tensors, `[num_layers, num_tokens, num_heads, head_size]`, and where it is.
-
-    Attributes:
-        query: As the layers get them.
-        key: As the layers get them.
-        value: As the layers get them.
-        read: What attention reads of each, float64.
-        prompt: The prompt, with its cut.
-        blocks: Block ids.
-        num_computed: Tokens that are in the cache.
-        retained: What every head of every layer retains before the tail of a complete prompt.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    read: dict[str, torch.Tensor]
-    prompt: LiveRequest
-    blocks: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    retained: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-
-    def seen(self, layer: int, head: int, position: int) -> list[int]:
-        """Tokens that a query may attend to."""
-        if self.prompt.cut is None or position < self.prompt.cut.position:
-            return [*range(position + 1)]
-        tail = range(self.prompt.cut.tail_start * BLOCK_SIZE, position + 1)
-        return [*self.retained[layer, head], *tail]
 
 
 class Layers:
@@ -179,7 +152,8 @@ class Layers:
                 read["q"] = tensors["q"].double()
             else:
                 tensors["q"] = codes["q"]
-        prompt = LiveRequest.planned(num_prompt_tokens, BLOCK_SIZE, self.eviction)
+        planned = (num_prompt_tokens, BLOCK_SIZE, self.eviction, num_tokens - num_prompt_tokens)
+        prompt = LiveRequest.planned(*planned)
         return Request(*tensors.values(), read, prompt)
 
     def preempt(self, request: Request) -> None:
@@ -187,6 +161,7 @@ class Layers:
         self._overwrite(request.blocks)
         self.free = request.blocks + self.free
         request.blocks, request.num_computed = [], 0
+        request.prompt.begin_again()
 
     def _overwrite(self, blocks: Sequence[int]) -> None:
         for layer in self.layers:
@@ -210,12 +185,15 @@ class Layers:
             positions = torch.arange(request.num_computed, end)
             blocks = torch.tensor(request.blocks)[positions // BLOCK_SIZE]
             slots.append(blocks * BLOCK_SIZE + positions % BLOCK_SIZE)
+            request.prompt.num_computed = request.num_computed  # as the scheduler says
         self.prompts = [request.prompt for request, _ in rows]
         starts = torch.from_numpy(np.concatenate(([0], lens.cumsum())).astype(np.int32))
         # With speculation the host knows an upper bound of what a decoding row has come to.
         bounds = self.seq_lens[:num_rows].clone()
         for row, (request, num_new) in enumerate(rows):
-            if request.num_computed >= request.prompt.num_prompt_tokens:
+            # (Rounds are not made beside drafters that run ahead.)
+            is_past_prompt = request.num_computed >= request.prompt.num_prompt_tokens
+            if is_past_prompt and not self.eviction.decode_budget:
                 bounds[row] += num_new - 1
         num_tokens = max(int(starts[-1]), num_rows if num_rows > len(rows) else 0)
         slot_mapping = torch.full((num_tokens,), PADDING)
@@ -275,16 +253,34 @@ class Layers:
     def step(self, *rows: tuple[Request, int]) -> Any:
         """One step, compared with the oracle; returns the metadata that it ran with."""
         common = self.common(rows)
-        metadata = self.builder.build(0, common)
+        metadata = self.build(rows, common)
         self.check(rows, self.forward(rows, common, metadata))
         return metadata
+
+    def build(self, rows: Sequence[tuple[Request, int]], common: CommonAttentionMetadata) -> Any:
+        """Builds a step's metadata, before which rounds are made."""
+        metadata = self.builder.build(0, common)
+        self.reuse_freed_blocks(rows)
+        return metadata
+
+    def reuse_freed_blocks(self, rows: Sequence[tuple[Request, int]]) -> None:
+        """What a round has freed belongs to others in the same step."""
+        for request, _ in rows:
+            if request.prompt.cut and request.prompt.cut.position == request.num_computed:
+                self._overwrite(request.blocks[: request.prompt.cut.first_packed])
+
+    def build_for_capture(self, num_rows: int) -> Any:
+        """What the builder makes of the metadata that a graph is captured with."""
+        common = self.common((), num_rows)
+        common.max_seq_len = MAX_MODEL_LEN
+        return self.builder.build_for_cudagraph_capture(common)
 
     def check(self, rows: Sequence[tuple[Request, int]], outputs: Sequence[torch.Tensor]) -> None:
         """Compares a step's outputs, then takes it as done."""
         for index, output in enumerate(outputs):
             first = 0
             for request, num_new in rows:
-                self._complete(request, num_new)
+                request.come_to(request.num_computed + num_new, self.layers)
                 expected = self._expected(request, index, num_new)
                 # Rounded once, of which the oracle knows nothing.
                 torch.testing.assert_close(
@@ -313,39 +309,3 @@ class Layers:
                 heads.append(attention(query, key, value, SCALE, sinks=own)[0])
             outputs.append(torch.cat(heads))
         return torch.stack(outputs)
-
-    def _complete(self, request: Request, num_new: int) -> None:
-        """Asks the oracle what is retained, when the prompt becomes complete."""
-        cut = request.prompt.cut
-        if cut is None or request.retained or request.num_computed + num_new < cut.position:
-            return
-        first_query = 0 if METHODS[self.eviction.method].whole_prompt else -self.eviction.window
-        inputs = []
-        for index, layer in enumerate(self.layers):
-            query, key, value = (request.read[name][index, : cut.position] for name in "qkv")
-            weight = layer.impl.output_projection.weight.double()
-            inputs.append(
-                oracle.LayerInputs(
-                    query[first_query:].tolist(),
-                    key.transpose(0, 1).tolist(),
-                    value[: cut.tail_start * BLOCK_SIZE].transpose(0, 1).tolist(),
-                    weight.tolist(),
-                    layer.impl.sinks.tolist() if self._with_sinks else None,
-                    probe=layer.impl.probe.tolist(),
-                )
-            )
-        size = SCALE, cut.num_packed, BLOCK_SIZE, self.eviction
-        if METHODS[self.eviction.method].pooled:
-            entries = oracle.retain(inputs, *size).entries
-        else:
-            entries = []
-            for index, layer_inputs in enumerate(inputs):
-                chosen = oracle.retain([layer_inputs], *size, first_layer=index).entries
-                entries += [(index * NUM_KV_HEADS + head, token) for head, token in chosen]
-        request.retained = {
-            (index, head): sorted(
-                token for owner, token in entries if owner == index * NUM_KV_HEADS + head
-            )
-            for index in range(NUM_LAYERS)
-            for head in range(NUM_KV_HEADS)
-        }

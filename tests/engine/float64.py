@@ -26,6 +26,8 @@ class Layer(NamedTuple):
         sinks: A logit that every row of a query head has besides the keys', `[num_heads]`, or None.
         theta: Base of the rotary embedding that turned queries and keys.
         probe: The calibrated probe, `[num_features, num_kv_heads]`.
+        received: What entries have received from all queries so far, `[num_kv_heads, n]`; None
+            where these are the prompt's.
     """
 
     query: torch.Tensor
@@ -35,6 +37,7 @@ class Layer(NamedTuple):
     sinks: torch.Tensor | None = None
     theta: float = 10_000.0
     probe: torch.Tensor | None = None
+    received: torch.Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -132,7 +135,7 @@ def pages(method: str, ranking: list[torch.Tensor], config: Any, packed: int) ->
     """Pages of every head of every layer."""
     base = base_of(method)
     layers = [layer.tolist() for layer in ranking]
-    heads = [head for layer in layers for head in layer]
+    heads = oracle.first_pages_first([head for layer in layers for head in layer], BLOCK_SIZE)
     adaptive = (BLOCK_SIZE, config.safeguard, config.floor)
     if "pyramidkv" in base:
         num_blocks = len(heads[0]) // BLOCK_SIZE
@@ -223,6 +226,8 @@ def stage_1_scores(base: str, layer: Layer, config: Any, index: int) -> torch.Te
         alone = repeated.amax(1, keepdim=True) - repeated
         return config.r_kv_lam * attended + (1 - config.r_kv_lam) * alone[:, :num_scored]
     by_member = (num_kv_heads, layer.group, -1, len(layer.query))
+    if base == "h2o" and layer.received is not None:
+        return layer.received[:, :num_scored]
     if base == "h2o":
         return rows(layer, 0).view(by_member).sum(2).mean(1)[:, :num_scored]
     window = rows(layer, num_scored).view(by_member).mean(2)[..., :num_scored]

@@ -158,17 +158,22 @@ def attention(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of `[num_tokens, heads, head_size]` with a mask `[num_kv_heads, n, n]`."""
+    value = value.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    return torch.einsum("hqk,khd->qhd", attention_weights(query, key, is_seen, sinks), value)
+
+
+def attention_weights(
+    query: torch.Tensor, key: torch.Tensor, is_seen: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """What every query pays to every key, `[num_heads, n, n]`."""
     group = query.shape[1] // key.shape[1]
-    key, value, is_seen = (
-        tensor.repeat_interleave(group, dim) for tensor, dim in ((key, 1), (value, 1), (is_seen, 0))
-    )
+    key, is_seen = key.repeat_interleave(group, 1), is_seen.repeat_interleave(group, 0)
     logits = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
     logits = logits.masked_fill(~is_seen, -torch.inf)
     if sinks is not None:
         of_rows = sinks[:, None, None].expand(-1, len(query), 1)
         logits = torch.cat((logits, of_rows), dim=-1)
-    weights = logits.softmax(-1)[..., : len(query)]
-    return torch.einsum("hqk,khd->qhd", weights, value)
+    return logits.softmax(-1)[..., : len(query)]
 
 
 def causal(num_tokens: int, window: int | None) -> torch.Tensor:

@@ -21,7 +21,7 @@ from tests.engine.float64 import (
     tail_begin,
     value_norms,
 )
-from tests.engine.float64_model import Model, Owner, attention, causal
+from tests.engine.float64_model import Model, Owner, attention, attention_weights, causal
 from tests.method_cases import MethodCase
 from vllm_kvselect.engine.step.request import Request
 from vllm_kvselect.engine.step.rounds import Held, Rounds
@@ -53,8 +53,10 @@ def recording_rounds() -> Iterator[RoundsOf]:
     made: RoundsOf = defaultdict(dict)
     choose = Rounds._choose
 
-    def choose_recorded(self: Any, request: Request, cut: Cut, held: Held) -> list[Retention]:
-        result = choose(self, request, cut, held)
+    def choose_recorded(
+        self: Any, request: Request, cut: Cut, held: Held, sums: torch.Tensor | None
+    ) -> list[Retention]:
+        result = choose(self, request, cut, held, sums)
         num_layers, num_heads = held.num_absent.shape
         columns: dict[Owner, list[int]] = {
             (layer, head): [] for layer in range(num_layers) for head in range(num_heads)
@@ -102,6 +104,7 @@ class Answered:
         self._full = [layer for layer, window in enumerate(model.windows) if window is None]
         self._steps = {owner: self._steps_of(owner, at_prompt) for owner in rounds[0].columns}
         self._seen: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._masks: dict[int, torch.Tensor] = {}
 
     def check_tokens(self) -> None:
         """No token is likelier than those of the answer, whose probabilities are right."""
@@ -168,7 +171,19 @@ class Answered:
                 is_dropped = torch.arange(num_tokens) < position
                 is_dropped[entries] = False
                 is_seen[head, position:] &= ~is_dropped
+        self._masks[layer] = is_seen
         return attention(*tensors, is_seen, self._model.sinks(layer))
+
+    def _received(self, layer: int, head: int, number: int) -> torch.Tensor:
+        """What a head's tokens have received from all queries before a round, `[num_tokens]`."""
+        query, key, _ = self._seen[layer]
+        group, sinks = query.shape[1] // key.shape[1], self._model.sinks(layer)
+        queries, own = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        mask = self._masks[layer][own]
+        weights = attention_weights(
+            query[:, queries], key[:, own], mask, None if sinks is None else sinks[queries]
+        )
+        return weights.mean(0)[: self._rounds[number].cut.position].sum(0)
 
     def _entries(self, owner: Owner, number: int) -> list[int]:
         """What a head held before a round."""
@@ -192,6 +207,7 @@ class Answered:
             value[entries, own],
             self._model.projection(layer)[:, columns],
             None if sinks is None else sinks[queries],
+            received=self._received(layer, head, number)[None, entries],
         )
 
 

@@ -38,7 +38,7 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
     method = draw(st.sampled_from(("adakv", "adakv", "layer-thetakv", "h2o", "none")))
     context = draw(st.sampled_from((None, None, 80)))
     decode_budget = draw(st.sampled_from((0, entries)))
-    if method == "h2o" or context is not None:
+    if context is not None:
         decode_budget = 0
     allow_override = draw(st.sampled_from((OVERRIDE_NAMES, OVERRIDE_NAMES, *SOME_OVERRIDES)))
     if method == "none":  # otherwise nobody would ever drop anything, and the server be stock
@@ -249,5 +249,6 @@ class BlockAccounting(RuleBasedStateMachine):
             self.seen["resumed past the prompt"] += worker.num_resumed_past_prompt
             self.seen["windows in several chunks"] += worker.num_windows_in_chunks
             self.seen["rounds"] += worker.num_rounds
+            self.seen["sums in rounds"] += worker.num_sums
             self.seen["contexts found"] += worker.num_contexts_found
             self.seen["turns found"] += worker.num_turns_found

@@ -14,6 +14,8 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PersimmonConfig,
+    PersimmonForCausalLM,
 )
 
 VOCAB_SIZE = 512
@@ -77,6 +79,16 @@ def random_gpt_oss(folder: Path) -> Path:
             elif "bias" in name:
                 weight.normal_(0.0, 0.1)
     model.save_pretrained(folder)
+    return folder
+
+
+def random_persimmon(folder: Path) -> Path:
+    """Two layers that vLLM runs through transformers; each attention head has its own KV head."""
+    torch.manual_seed(0)
+    own = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+    sizes = {key: size for key, size in SHAPE.items() if key not in own}
+    config = PersimmonConfig(num_hidden_layers=2, max_position_embeddings=512, **sizes)
+    PersimmonForCausalLM(config).save_pretrained(folder)
     return folder
 
 

@@ -31,9 +31,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.engine.tagged_rows import Retained, retained_blocks, retained_in_rounds
 from tests.engine.tagged_worker import NUM_KV_HEADS, TaggedWorker
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.cuda.builder import DeviceSplitter
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutAsyncScheduler, CutScheduler
 from vllm_kvselect.engine.scheduler.integrity import find_violations
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
+from vllm_kvselect.engine.step.split import Splitter
 from vllm_kvselect.tiny_model import tiny_model
 
 MAX_MODEL_LEN = 160
@@ -130,7 +132,7 @@ def own_eviction(
     ):
         changes = {"method": "none"}
     chosen = server.model_copy(update=changes)
-    if chosen.decode_budget and (chosen.context is not None or chosen.method == "h2o"):
+    if chosen.decode_budget and chosen.context is not None:
         changes = {"method": "none"}  # what no round can do
     if max_tokens == 1 and changes.get("context", server.context) is None:
         changes = {"method": "none"}
@@ -183,6 +185,8 @@ class Server:
             self._sample,
             lambda request_id: self.all[request_id].eviction,
             Random(seed),
+            # Schedulers run ahead of devices only.
+            DeviceSplitter if settings.async_scheduling else Splitter,
         )
         self.unfinished: dict[str, Expected] = {}
         self.all: dict[str, Expected] = {}

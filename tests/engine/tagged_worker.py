@@ -21,6 +21,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from tests.engine.tagged_rows import Row, require
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.step.packing import Packing
+from vllm_kvselect.engine.step.received import Received
 from vllm_kvselect.engine.step.request import LiveRequests, Phase, Request
 from vllm_kvselect.engine.step.rounds import Held, Rounds
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch
@@ -58,6 +59,7 @@ class TaggedWorker:
         sample: `sample(request_id, index)`: the output token of a request at an index.
         eviction_of: The configuration that each request must be served with, by its id.
         random: Shuffles rows and draws what is retained.
+        splitter_class: Splits batches as on a host or as on a device.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class TaggedWorker:
         sample: Callable[[str, int], int],
         eviction_of: Callable[[str], EvictionConfig],
         random: Random,
+        splitter_class: type[Splitter] = Splitter,
     ) -> None:
         self.eviction, self.block_size, self.max_len = eviction, block_size, max_len
         self.sample, self.eviction_of, self.random = sample, eviction_of, random
@@ -78,7 +81,7 @@ class TaggedWorker:
         self.cache = np.zeros((NUM_LAYERS, num_blocks, NUM_KV_HEADS, block_size), dtype=np.int64)
         self.state = RetentionState(num_blocks, NUM_LAYERS, NUM_KV_HEADS)
         self.live = LiveRequests(eviction, block_size)
-        self.splitter = Splitter(
+        self.splitter = splitter_class(
             self.state,
             lambda _: [self.live[row.request_id] for row in self.rows],
             block_size,
@@ -90,6 +93,7 @@ class TaggedWorker:
         self.num_completions = self.num_headwise = self.num_resumed_past_prompt = 0
         self.num_windows_in_chunks = self.num_whole_prompts = self.num_pools = 0
         self.num_mixed = self.num_contexts_found = self.num_turns_found = self.num_rounds = 0
+        self.num_sums = 0
 
     # The batch
 
@@ -225,6 +229,7 @@ class TaggedWorker:
             query_start_loc=starts,
             query_start_loc_cpu=starts,
             seq_lens=seq_lens,
+            seq_lens_cpu_upper_bound=seq_lens,
             num_reqs=len(self.rows),
             num_actual_tokens=int(query_start[-1]),
             max_query_len=int(np.diff(query_start).max()),
@@ -294,7 +299,7 @@ class TaggedWorker:
         # Deterministic, as selection is: a resumed request retains what it retained before.
         random = Random(f"{row.request_id} retains")
         row.packed, row.packed_position = [], row.retained.position
-        num_handed_out = 0
+        num_handed_out, retained = 0, []
         self.num_pools += packing.is_pooled
         packed = packing.blocks[num_freed:tail_start].tolist()
         # One run of pages for all layers, or one for each.
@@ -305,12 +310,15 @@ class TaggedWorker:
             num_pages = len(packed) * len(codes)
             cuts = sorted(random.randint(0, num_pages) for _ in range(len(codes) - 1))
             entries = []
-            for code, start, end in zip(codes, [0, *cuts], [*cuts, num_pages], strict=True):
+            parts = zip(codes, [0, *cuts], [*cuts, num_pages], strict=True)
+            for head, (code, start, end) in enumerate(parts):
                 # More pages than the tokens before the tail could fill are the head's no longer.
                 chosen = random.choices(
                     range(tail_start * self.block_size), k=(end - start) * self.block_size
                 )
                 entries.append(row.tags[sorted(chosen)] * CODES.size + code)
+                first = (layers[0] * NUM_KV_HEADS + head) * tail_start * self.block_size
+                retained += [first + token for token in sorted(chosen)]
             row.packed += [
                 entries[i : i + NUM_KV_HEADS] for i in range(0, len(codes), NUM_KV_HEADS)
             ]
@@ -318,13 +326,21 @@ class TaggedWorker:
             for layer, of_layer in zip(layers, pages, strict=True):
                 self.cache[layer, packed] = of_layer
             ends = num_handed_out + torch.tensor([0, *cuts, num_pages])
-            offsets = self.state.offsets[packing.first_packed_block, layers[0] : layers[-1] + 1]
+            offsets = self.state.offsets[
+                int(packing.first_packed_block), layers[0] : layers[-1] + 1
+            ]
             offsets.copy_(ends.unfold(0, NUM_KV_HEADS + 1, NUM_KV_HEADS))
             num_handed_out += num_pages
+        if packing.request.has_sums:
+            observer = packing.request.observer
+            assert isinstance(observer, h2o.AttentionSums)
+            num_competing = tail_start * self.block_size
+            given = (row.retained.position, observer.sums, num_competing, torch.tensor(retained))
+            packing.request.received = Received.after_cut(*given)
         self._packed_at[packed[0]] = row.context, row.packed
         self.num_completions += 1
         packing.request.phase, packing.request.packing = Phase.PACKED, None
-        self.state.complete(packing.request)
+        self.state.complete(packing.request, packing.first_packed_block)
 
     def _read_headwise(self, batch: HeadwiseBatch | None, queries: torch.Tensor) -> None:
         """Tokens past their prompt read what was retained, then the tail."""
@@ -396,7 +412,15 @@ class TaggedRounds(Rounds):
         super().__init__(layers, worker.state, worker.block_size)
         self._worker = worker
 
-    def _choose(self, request: Request, cut: Cut, held: Held) -> list[Retention]:
+    def _attention(self, layer: Any, query: torch.Tensor, held: Held) -> torch.Tensor:
+        """In place of attention summed up: each query leaves its tag at its own key."""
+        tags = torch.zeros(NUM_KV_HEADS, held.num_entries, dtype=torch.int64)
+        tags[:, held.num_entries - len(query) :] = query.flatten()
+        return tags
+
+    def _choose(
+        self, request: Request, cut: Cut, held: Held, sums: torch.Tensor | None
+    ) -> list[Retention]:
         (row,) = (
             each for each in self._worker.rows if self._worker.live[each.request_id] is request
         )
@@ -408,7 +432,10 @@ class TaggedRounds(Rounds):
         require(got == expected, f"a round of {row.request_id} at {got}, not {expected}")
         entries = self._check_held(row, cut, held)
         kept = self._check_kept(row, request, held, entries)
-        self._check_queries(row, request, cut)
+        if sums is None:
+            self._check_queries(row, request, cut)
+        else:
+            self._check_sums(row, request, cut, held, sums, entries)
         # Deterministic, as selection is.
         random = Random(f"{row.request_id} retains at {cut.position}")
         self._worker.num_rounds += 1
@@ -492,6 +519,30 @@ class TaggedRounds(Rounds):
                     f"a round of {row.request_id} read wrong entries: layer {layer}, head {head}",
                 )
         return found
+
+    def _check_sums(
+        self,
+        row: Row,
+        request: Request,
+        cut: Cut,
+        held: Held,
+        sums: torch.Tensor,
+        entries: list[list[np.ndarray]],
+    ) -> None:
+        """Every entry has its own sum: the tag that the query of its token left there."""
+        require(row.eviction.method == "h2o", row.request_id, "has sums")
+        queries = self._queries(request, cut.position)
+        self._worker.num_sums += 1
+        for layer in range(NUM_LAYERS):
+            sums[layer] += self._attention(None, queries[layer], held)
+            for head in range(NUM_KV_HEADS):
+                own = slice(int(held.num_absent[layer, head]), held.num_entries)
+                tags = sums[layer, head, own].numpy() * CODES.size + CODES[layer, head]
+                require(
+                    row.request_id in self._worker.damaged
+                    or np.array_equal(tags, entries[layer][head][own]),
+                    f"a round of {row.request_id} has sums of other entries",
+                )
 
     def _check_queries(self, row: Row, request: Request, cut: Cut) -> None:
         for position in range(cut.position - request.eviction.window, cut.position):

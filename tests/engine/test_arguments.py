@@ -189,7 +189,7 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [(), ("--kv-eviction", "none")])
 def test_without_eviction_nothing_changes(command: tuple[str, ...]) -> None:
     config: Any = parse(*command).create_engine_config()
-    assert config.cache_config.block_size == 128
+    assert not config.cache_config.user_specified_block_size
     assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
 
 

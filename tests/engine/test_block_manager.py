@@ -16,7 +16,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.scheduler import block_manager
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
 from vllm_kvselect.engine.scheduler.integrity import find_violations
-from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
+from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, WindowSpec
 from vllm_kvselect.retention import Cut, Cuts, cuts
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
@@ -26,16 +26,25 @@ EVICTION = EvictionConfig(budget=64, window=8)
 class Cache:
     """vLLM's cache manager with our spec, and the requests in it."""
 
-    def __init__(self, eviction: EvictionConfig = EVICTION, enable_caching: bool = True) -> None:
+    def __init__(
+        self,
+        eviction: EvictionConfig = EVICTION,
+        enable_caching: bool = True,
+        window: int | None = None,
+    ) -> None:
         load_general_plugins()
         init_none_hash(sha256)
         shape: dict[str, Any] = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
-        spec = HeadwiseSpec(block_size=BLOCK_SIZE, eviction=eviction, **shape)
-        config = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
+        shape |= {"block_size": BLOCK_SIZE, "eviction": eviction}
+        groups = [KVCacheGroupSpec(["layer"], HeadwiseSpec(**shape))]
+        if window is not None:
+            groups.append(KVCacheGroupSpec(["window"], WindowSpec(**shape, sliding_window=window)))
+        config = KVCacheConfig(NUM_BLOCKS, [], groups)
         self.kv = KVCacheManager(
             config, 4096, BLOCK_SIZE, BLOCK_SIZE, enable_caching=enable_caching
         )
-        (self.manager,) = self.kv.coordinator.single_type_managers
+        self.manager, *windows = self.kv.coordinator.single_type_managers
+        self.managers = [self.manager, *windows]
 
     def request(
         self, name: str, prompt: list[int], max_tokens: int = 99, **extra_args: Any
@@ -62,17 +71,23 @@ class Cache:
             self.schedule(request, 1)
 
     def table(self, request: Request) -> list[int]:
-        (ids,) = self.kv.get_block_ids(request.request_id)
+        ids, *_ = self.kv.get_block_ids(request.request_id)
         return ids
 
     @property
     def num_free(self) -> int:
         return self.kv.block_pool.get_num_free_blocks()
 
+    @property
+    def num_named(self) -> int:
+        """Blocks that are found by a hash."""
+        return sum(block.block_hash is not None for block in self.kv.block_pool.blocks)
+
     def check(self) -> None:
         """Free, held and null blocks are the pool; nobody shares a block that is not hashed."""
         pool, held = self.kv.block_pool, []
-        for blocks in self.manager.req_to_blocks.values():
+        tables = [t for m in self.managers for t in m.req_to_blocks.values()]
+        for blocks in tables:
             held += [block for block in blocks if not block.is_null]
         assert len({block.block_id for block in held}) + self.num_free + 1 == NUM_BLOCKS
         for block in held:
@@ -261,6 +276,25 @@ def test_blocks_are_freed_with_and_without_prefix_caching(enable_caching: bool) 
     cache.decode(request, 1)
     (cut,) = cuts(300, BLOCK_SIZE, EVICTION)
     assert cache.table(request).count(0) == cut.first_packed
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_eviction": "none"}], ids=["cut", "stock"])
+def test_nobody_finds_what_a_request_preempted_in_its_step_never_computed(
+    settings: dict[str, str],
+) -> None:
+    cache = Cache(EVICTION.model_copy(update={"allow_override": ("method",)}), window=32)
+    request = cache.request("a", list(range(300)), **settings)
+    cache.kv.new_step_starts()
+    cache.schedule(request, 160)
+    cache.kv.take_new_block_ids()
+    windows = cache.managers[1].req_to_blocks["a"]
+    before = cache.num_named
+    cache.kv.new_step_starts()
+    cache.schedule(request, 140)
+    assert windows[0].is_null
+    assert any(block.block_hash is not None for block in windows[-2:])
+    cache.kv.free(request)
+    assert cache.num_named == before > 0
 
 
 def test_a_request_that_ends_before_it_has_blocks_leaves_nothing_behind() -> None:

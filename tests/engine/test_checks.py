@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import envs
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     UniformTypeKVCacheSpecs,
@@ -27,7 +30,7 @@ from vllm_kvselect.engine.frontend import arguments
 from vllm_kvselect.engine.frontend import start_up as report
 from vllm_kvselect.engine.frontend.arguments import choose_scheduler
 from vllm_kvselect.engine.frontend.checks import refuse_unsupported, settings_problems
-from vllm_kvselect.engine.models import layer_types, refuse_mixed_groups
+from vllm_kvselect.engine.models import layer_types, refuse_mixed_groups, refuse_other_options
 from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutAsyncScheduler, CutScheduler
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, WindowSpec
@@ -240,17 +243,36 @@ def test_settings_of_vllm_that_are_refused(settings: Any, message: str) -> None:
     [
         ("parallel_config", "decode_context_parallel_size", 2, "decode context parallelism"),
         ("parallel_config", "prefill_context_parallel_size", 2, "prefill context parallelism"),
-        ("parallel_config", "distributed_executor_backend", "ray", r"backend ray \(accepted: 'mp'"),
+        (
+            "parallel_config",
+            "distributed_executor_backend",
+            "ray",
+            r"does not support Ray on 'cpu'",
+        ),
+        ("parallel_config", "distributed_executor_backend", "my.Executor", "choose 'mp' or 'ray'"),
         ("parallel_config", "worker_cls", "my.Worker", "worker_cls = 'my.Worker'"),
     ],
 )
 def test_parallelism_and_other_workers_are_refused(
     section: str, name: str, value: Any, message: str
 ) -> None:
-    vllm_config = create({"method": "none"})
+    vllm_config = create({"method": "none"}, block_size=32)
     refuse_unsupported(vllm_config, EvictionConfig())
     setattr(getattr(vllm_config, section), name, value)
     with pytest.raises(ConfigError, match=message):
+        refuse_unsupported(vllm_config, EvictionConfig())
+
+
+def test_ray_is_accepted_where_vllm_supports_it_and_not_its_older_executor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vllm_config = create({"method": "none"}, block_size=32)
+    vllm_config.parallel_config.distributed_executor_backend = "ray"
+    monkeypatch.setattr(type(current_platform), "ray_device_key", "GPU")
+    refuse_unsupported(vllm_config, EvictionConfig())
+    chosen = {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": lambda: False}  # unknown to vLLM 0.33
+    monkeypatch.setattr(envs, "environment_variables", {**envs.environment_variables, **chosen})
+    with pytest.raises(ConfigError, match=r"older Ray executor.*unset VLLM_USE_RAY_V2"):
         refuse_unsupported(vllm_config, EvictionConfig())
 
 
@@ -295,6 +317,20 @@ def test_layers_of_different_shapes_are_refused(gemma: dict[str, Any]) -> None:
     for specs in ([replace(ONE, block_size=64)], [ONE, replace(WINDOW, block_size=64)]):
         with pytest.raises(ConfigError, match=r"Spec of \d\d tokens.*serve this model without"):
             refuse_mixed_groups(kv_cache_config(*specs), sliding)
+
+
+def test_nodes_that_do_not_plan_alike_are_refused() -> None:
+    mine, theirs = ONE.eviction, EvictionConfig(budget=100)
+    other = replace(ONE, eviction=theirs)
+    stock = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    assert HeadwiseSpec.merge([ONE, ONE]) == ONE
+    for stages in ([ONE, other], [other, ONE], [ONE, stock]):
+        with pytest.raises(ConfigError, match="different --kv-eviction"):
+            HeadwiseSpec.merge(stages)
+    refuse_other_options(kv_cache_config(ONE, WINDOW), mine)
+    for specs in ([other], [ONE, replace(WINDOW, eviction=theirs)]):
+        with pytest.raises(ConfigError, match="different --kv-eviction"):
+            refuse_other_options(kv_cache_config(*specs), mine)
 
 
 def test_loaded_layers_that_are_not_what_the_config_says_are_refused(gemma: dict[str, Any]) -> None:
@@ -407,9 +443,8 @@ def test_settings_that_are_refused_on_cuda(change: Any, message: str, on_cuda: V
         refuse_unsupported(on_cuda, EvictionConfig())
 
 
-def test_rounds_are_refused_on_cuda(on_cuda: VllmConfig) -> None:
-    with pytest.raises(ConfigError, match="decode_budget is not supported on CUDA yet"):
-        refuse_unsupported(on_cuda, EvictionConfig(decode_budget=512))
+def test_rounds_are_made_on_cuda(on_cuda: VllmConfig) -> None:
+    refuse_unsupported(on_cuda, EvictionConfig(decode_budget=512))
 
 
 def test_other_platforms_are_refused(on_cuda: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,15 +24,13 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from tests.engine import flash_attention, triton_attention
-from tests.engine.cuda_layers import (
+from tests.engine.cuda_layers import Layers, vllm_config
+from tests.engine.cuda_requests import (
     HEAD_SIZE,
-    MAX_MODEL_LEN,
     MAX_NUM_SEQS,
     NUM_KV_HEADS,
     NUM_LAYERS,
-    Layers,
     Request,
-    vllm_config,
 )
 from tests.kernels.unsynchronised import unsynchronised
 from vllm_kvselect.config import ConfigError, EvictionConfig
@@ -90,10 +88,12 @@ def make_layers(
     kv_cache_dtype: str = "auto",
     graphs: bool = False,
     with_sinks: bool = False,
-) -> Layers:
+    layers_class: Any = Layers,
+    **values: Any,
+) -> Any:
     made = config(DTYPES[backend], kv_cache_dtype, graphs)
     made.compilation_config.static_forward_context.clear()
-    return Layers(eviction(method), kernels, made, backend, with_sinks)
+    return layers_class(eviction(method, **values), kernels, made, backend, with_sinks)
 
 
 def mixed_steps(layers: Layers, past_prompts: bool = True) -> list[Request]:
@@ -231,14 +231,12 @@ class Replays:
             return call(**given)
 
         patch.setattr(*CALLS[backend], recorded)
-        common = layers.common((), num_rows)
-        common.max_seq_len = MAX_MODEL_LEN
-        self.captured = layers.builder.build_for_cudagraph_capture(common)
+        self.captured = layers.build_for_capture(num_rows)
 
     def step(self, *rows: tuple[Request, int]) -> None:
         """Builds the step's metadata, as the runner does, and runs with the captured one."""
         common = self.layers.common(rows, self.num_rows)
-        built = self.layers.builder.build(0, common)
+        built = self.layers.build(rows, common)
         assert isinstance(built, Split)
         self.calls.clear()
         outputs = self.layers.forward(rows, common, self.captured)
@@ -368,6 +366,10 @@ def test_the_backends_ask_for_one_layout(backend: Any) -> None:
     assert backend.supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
     ours = PLATFORMS["cuda"].backends[AttentionBackendEnum[backend.get_name()]]
     assert resolve_obj_by_qualname(ours) is backend
+
+
+def test_no_model_leaves_keys_and_values_out_of_the_call(backend: Any) -> None:
+    assert not backend.supports_kv_cache_update_bypass
 
 
 def test_vllms_compiler_fuses_no_quantisation_into_outputs() -> None:

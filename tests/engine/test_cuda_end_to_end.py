@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from tests.engine import flash_attention
-from tests.engine.conftest import EngineFactory
+from tests.engine.conftest import EngineFactory, preempting_all
+from tests.engine.float64_prefill import recording_blocks
+from tests.engine.float64_rounds import recording_rounds
 from tests.engine.random_models import random_gemma3, random_gpt_oss, random_prompts
 from vllm_kvselect.engine import platforms
 from vllm_kvselect.engine.cpu.worker import EvictionCPUWorker
@@ -79,6 +81,29 @@ def test_answers_are_those_of_the_cpu_backend(
         assert engine.generate(prompts, 100, extra_args) == on_device
 
 
+def test_long_answers_are_those_of_the_cpu_backend(
+    start_engine: EngineFactory, make_prompts: Any, on_flash_attention: pytest.MonkeyPatch
+) -> None:
+    prompts = make_prompts(PROMPT_LENS)
+    methods = (None, "layer-thetakv", "r-kv", "keydiff")
+    extra_args = [method and {"kv_eviction": method} for method in methods]
+    eviction = {**EVICTION, "decode_budget": 96, "decode_interval": 64, "check_integrity": True}
+    answers, num_rounds = [], []
+    for _ in ("FlashAttention", "CPU"):
+        with (
+            start_engine(eviction, 40, **SETTINGS) as engine,
+            recording_rounds() as rounds,
+            preempting_all(3, num_tokens=100) as preempted,
+        ):
+            answers.append(engine.generate(prompts, 170, extra_args))
+        assert preempted
+        num_rounds.append({length: [*made] for length, made in rounds.items()})
+        on_flash_attention.undo()
+    assert answers[0] == answers[1]
+    assert num_rounds[0] == num_rounds[1]
+    assert [len(num_rounds[0][length]) for length in PROMPT_LENS] == [2, 2, 1, 2]
+
+
 @pytest.mark.parametrize("make_model", [random_gemma3, random_gpt_oss])
 def test_sliding_windows_beside_full_attention_stay_vllms_and_sinks_count(
     make_model: Callable[[Path], Path],
@@ -96,3 +121,26 @@ def test_sliding_windows_beside_full_attention_stay_vllms_and_sinks_count(
         on_flash_attention.undo()
     assert answers[0] == answers[1]
     assert num_freed == [2, 2]
+
+
+def test_sparse_prefills_read_what_they_read_on_cpu(
+    start_engine: EngineFactory, make_prompts: Any, on_flash_attention: pytest.MonkeyPatch
+) -> None:
+    prompts, made = make_prompts((190, 290, 60)), []
+    sparse = {
+        "prefill": "critiprefill",
+        "prefill_segment": 32,
+        "prefill_budget": 64,
+        "prefill_dense_until": 64,
+    }
+    for _ in ("FlashAttention", "CPU"):
+        with (
+            start_engine({**EVICTION, **sparse}, 60, **SETTINGS) as engine,
+            recording_blocks() as blocks,
+        ):
+            made.append((engine.generate(prompts, 20), blocks))
+        on_flash_attention.undo()
+    (answers, blocks), (others, other_blocks) = made
+    assert answers == others
+    assert blocks == other_blocks
+    assert len(blocks) == 2

@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvselect.config import CONFIG_KEY, EvictionConfig
+from vllm_kvselect.engine.cuda.graph_queries import GraphQueries
 from vllm_kvselect.engine.cuda.tables import HeadwiseTables
 from vllm_kvselect.engine.cuda.worker import EvictionGPUWorker
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
@@ -114,9 +116,9 @@ def test_model_runner_v2_sends_reports_with_the_output(
     assert (stats["prompts"], stats["selection_seconds"]) == ([], 0.5)
 
 
-def test_memory_beside_the_cache_is_reserved_unless_the_user_gave_a_size(
-    worker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def spec(worker: Any, monkeypatch: pytest.MonkeyPatch) -> HeadwiseSpec:
+    """The cache of an 8B Llama, of which the worker finds 40 GiB of memory left."""
     spec = HeadwiseSpec(
         block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, eviction=EVICTION
     )
@@ -124,10 +126,23 @@ def test_memory_beside_the_cache_is_reserved_unless_the_user_gave_a_size(
         EvictionGPUWorker, "get_kv_cache_spec", lambda _: {str(i): spec for i in range(32)}
     )
     monkeypatch.setattr(Worker, "determine_available_memory", lambda _: 40 * 2**30)
-    worker.model_config = SimpleNamespace(max_model_len=32768, dtype=torch.bfloat16)
-    scheduler = SimpleNamespace(max_num_seqs=256)
-    worker.vllm_config = SimpleNamespace(scheduler_config=scheduler)
+    worker.model_config = SimpleNamespace(
+        max_model_len=32768, dtype=torch.bfloat16, get_num_attention_heads=lambda _: 32
+    )
+    worker.vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=256),
+        parallel_config=None,
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, max_cudagraph_capture_size=512
+        ),
+    )
     worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=None)
+    return spec
+
+
+def test_memory_beside_the_cache_is_reserved_unless_the_user_gave_a_size(
+    worker: Any, spec: HeadwiseSpec
+) -> None:
     left = worker.determine_available_memory()
     # What will be allocated beside a cache that fills what is left, on a device without memory.
     state = RetentionState(left // (32 * spec.page_size_bytes), 32, 8, "meta")
@@ -140,3 +155,39 @@ def test_memory_beside_the_cache_is_reserved_unless_the_user_gave_a_size(
     assert least < 40 * 2**30 - left < 2 * least
     worker.cache_config.kv_cache_memory_bytes = 40 * 2**30
     assert worker.determine_available_memory() == 40 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("values", "num_requests"),
+    [
+        ({"decode_budget": 512}, 256),
+        # As many as hold more than their budget each, together with the queries of a window.
+        ({"decode_budget": 8192}, 39),
+        ({"decode_budget": 8192, "allow_override": ("decode_budget",)}, 256),
+        ({"allow_override": ("decode_budget",)}, 256),
+    ],
+)
+def test_memory_is_reserved_for_the_queries_that_rounds_look_through(
+    values: dict[str, Any], num_requests: int, worker: Any, spec: HeadwiseSpec
+) -> None:
+    without = worker.determine_available_memory()
+    worker._eviction = EvictionConfig(**{**EVICTION.model_dump(), **values})
+    sizes = (32, 256, 32, 128, torch.bfloat16, torch.device("meta"))
+    (buffer,) = (p for p in vars(GraphQueries(*sizes)).values() if isinstance(p, torch.Tensor))
+    window = torch.empty(32, EVICTION.window, 32, 128, dtype=torch.bfloat16, device="meta")
+    expected = buffer.nbytes + num_requests * window.nbytes
+    assert without - worker.determine_available_memory() == expected
+    worker.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    assert without - worker.determine_available_memory() == expected - buffer.nbytes
+
+
+def test_memory_is_reserved_for_the_sums_that_rounds_add_up(
+    worker: Any, spec: HeadwiseSpec
+) -> None:
+    reserved = []
+    for method in ("snapkv", "h2o"):
+        values = {"method": method, "decode_budget": 512}
+        worker._eviction = EvictionConfig(**{**EVICTION.model_dump(), **values})
+        reserved.append(40 * 2**30 - worker.determine_available_memory())
+    # A float32 number beside 128 channels of a key and a value in bfloat16.
+    assert reserved[1] - reserved[0] == 40 * 2**30 * 4 // (2 * 128 * 2)

@@ -76,3 +76,45 @@ def test_a_prompt_that_drops_nothing_is_vllms() -> None:
     server.chunks.clear()
     server.drain()
     assert server.chunks[0][1] > 20
+
+
+SPARSE = {
+    "method": "none",
+    "prefill": "critiprefill",
+    "prefill_segment": 16,
+    "prefill_block": 4,
+    "prefill_budget": 8,
+    "prefill_dense_until": 32,
+    "window": 4,
+}
+
+
+def chunks_of_a_sparse_prompt(server: Server) -> list[int]:
+    """Where the chunks of a prompt of 100 tokens end: sparse from 32 to 96."""
+    ends = []
+    while (request := server.scheduler.requests["r1"]).num_computed_tokens < 100:
+        server.step()
+        ends.append(request.num_computed_tokens)
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("num_batched", "expected"),
+    [(200, [100]), (70, [64, 100]), (37, [32, 64, 100]), (25, [25, 48, 64, 80, 100])],
+)
+def test_a_chunk_ends_with_a_sparse_segment(num_batched: int, expected: list[int]) -> None:
+    settings = Settings(eviction=EvictionConfig.parse(SPARSE), max_num_batched_tokens=num_batched)
+    server = Server(settings, scheduler_class=CutScheduler)
+    server.add(PROMPT, 3)
+    assert chunks_of_a_sparse_prompt(server) == expected
+    server.drain()
+
+
+def test_a_segment_that_does_not_fit_beside_others_waits() -> None:
+    settings = Settings(eviction=EvictionConfig.parse(SPARSE), max_num_batched_tokens=24)
+    server = Server(settings, scheduler_class=CutScheduler)
+    server.add(PROMPT, 3)
+    server.add(PROMPT[:40], 3)
+    ends = chunks_of_a_sparse_prompt(server)
+    assert set(range(32, 97)) & set(ends) <= set(range(32, 97, 16))
+    server.drain()

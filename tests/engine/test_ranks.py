@@ -4,19 +4,30 @@ The workers are processes of their own, so what they retain is recorded there. T
 entries are compared with those of a float64 model that chooses by rank.
 """
 
+import re
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.conftest import BLOCK_SIZE, Answer, _engine, preempting_all
+from tests.engine.conftest import (
+    BLOCK_SIZE,
+    Answer,
+    _engine,
+    engine_settings,
+    preempting_all,
+)
 from tests.engine.float64 import BUDGET, num_packed, tail_begin
 from tests.engine.float64_model import Answer as ExpectedAnswer
 from tests.engine.float64_model import Model
 from tests.engine.float64_rounds import Answered, Round, RoundsOf, recording_rounds
+from tests.engine.nodes import first_node, second_node, two_nodes
 from tests.engine.random_models import random_llama, random_prompts
 from tests.engine.recorder import recording
 from tests.method_cases import MethodCase
@@ -29,6 +40,15 @@ NUM_LAYERS, NUM_KV_HEADS = 4, 4  # two of each on a rank
 # A stage counts its layers from 0, so `random` draws there what it draws in the first stage.
 OF_STAGES = [name for name in METHODS if not METHODS[name].pooled and name != "random"]
 CASES = {"tensor": [*METHODS], "pipeline": OF_STAGES}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel_size": 2},
+    # vLLM 0.32 on CPU runs a pipeline only if the model was warmed up, so not with enforce_eager.
+    "pipeline": {
+        "pipeline_parallel_size": 2,
+        "enforce_eager": False,
+        "compilation_config": {"mode": 2, "backend": "eager"},
+    },
+}
 ROUND_METHODS = [
     "streaming-llm",
     "snapkv-perturb",
@@ -87,8 +107,20 @@ class Served:
     metrics: dict[str, float]
 
 
-def serve(model: Path, methods: list[str], **settings: Any) -> Served:
-    """Serves a prompt with each method at once, in chunks; all are preempted on the way."""
+Beside = Callable[[dict[str, Any]], AbstractContextManager[None]]
+
+
+def serve(
+    model: Path, methods: list[str], beside: Beside = lambda _: nullcontext(), **settings: Any
+) -> Served:
+    """Serves a prompt with each method at once, in chunks; all are preempted on the way.
+
+    Args:
+        model: Its folder.
+        methods: What the prompts are served with.
+        beside: What runs beside the engine, by the engine's settings.
+        settings: Of the engine.
+    """
     prompts = random_prompts([250 + 7 * index for index in range(len(methods))])
     eviction = {"budget": BUDGET, "allow_override": ["method"]}
     settings = {
@@ -101,7 +133,8 @@ def serve(model: Path, methods: list[str], **settings: Any) -> Served:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        with _engine(eviction, 220, model=model, **settings) as engine:
+        given = engine_settings(eviction, 220, model=model, **settings)
+        with beside(given), _engine(eviction, 220, model=model, **settings) as engine:
             engine.llm.collective_rpc(start_recording)
             with preempting_all(5) as preempted:
                 answers = engine.generate(prompts, 12, [{"kv_eviction": name} for name in methods])
@@ -120,13 +153,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(llama: Path) -> dict[str, Served]:
-    # vLLM 0.32 on CPU runs a pipeline only if the model was warmed up, so not with enforce_eager.
-    warmed_up = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
-    return {
-        "tensor": serve(llama, CASES["tensor"], tensor_parallel_size=2),
-        "pipeline": serve(llama, CASES["pipeline"], pipeline_parallel_size=2, **warmed_up),
-    }
+def served(llama: Path) -> Callable[[str], Served]:
+    """What was served with a kind of parallelism, once for all tests."""
+    return cache(lambda kind: serve(llama, CASES[kind], **SETTINGS[kind]))
 
 
 def holder(kind: str, layer: int, head: int) -> tuple[int, int, int]:
@@ -138,18 +167,49 @@ def holder(kind: str, layer: int, head: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(("kind", "method"), [(kind, m) for kind in CASES for m in CASES[kind]])
 def test_ranks_answer_and_retain_as_the_oracle(
-    kind: str, method: str, served: dict[str, Served], llama: Path
+    kind: str, method: str, served: Callable[[str], Served], llama: Path
 ) -> None:
     index = CASES[kind].index(method)
-    prompt, answer = served[kind].prompts[index], served[kind].answers[index]
+    prompt, answer = served(kind).prompts[index], served(kind).answers[index]
     num_ranks = 2 if kind == "tensor" else 1
     oracle = ExpectedAnswer(Model(llama), prompt, MethodCase(method), num_ranks)
     retained = {}
     for layer, head in oracle.expected:
         rank, own_layer, own_head = holder(kind, layer, head)
-        of_layer = served[kind].ranks[rank].retained[len(prompt), own_layer]
+        of_layer = served(kind).ranks[rank].retained[len(prompt), own_layer]
         retained[layer, head] = {token for owner, token in of_layer if owner == own_head}
     oracle.check(answer.token_ids, answer.logprobs, retained)
+
+
+@BOTH
+def test_two_nodes_answer_and_retain_what_two_ranks_of_one_node_do(
+    kind: str, served: Callable[[str], Served], llama: Path, tmp_path: Path
+) -> None:
+    node = partial(second_node, tmp_path, llama)
+    on_two = serve(llama, CASES[kind], beside=node, **SETTINGS[kind], **two_nodes())
+    on_one = served(kind)
+    assert on_two.answers == on_one.answers
+    assert [rank.retained for rank in on_two.ranks] == [rank.retained for rank in on_one.ranks]
+    assert on_two.metrics == on_one.metrics
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("tensor", "specs for the same layer are different across workers"),  # vLLM's own words
+        ("pipeline", "nodes were started with different --kv-eviction"),
+    ],
+)
+def test_nodes_with_other_options_do_not_start(
+    kind: str, error: str, llama: Path, tmp_path: Path
+) -> None:
+    settings = {"skip_tokenizer_init": True, **SETTINGS[kind], **two_nodes()}
+    settings = engine_settings({"budget": BUDGET}, 100, model=llama, **settings)
+    others = {**settings, "additional_config": {"kv_eviction": {"budget": BUDGET + 1}}}
+    with second_node(tmp_path, llama, others):
+        first = first_node(llama, settings)
+    assert first.returncode != 0
+    assert re.search(error, first.stdout)
 
 
 def start_recording_rounds(worker: Any) -> None:
@@ -205,9 +265,11 @@ def test_two_ranks_make_the_rounds_of_the_float64_model(llama: Path) -> None:
 
 
 @BOTH
-def test_every_rank_fills_the_same_number_of_pages(kind: str, served: dict[str, Served]) -> None:
-    for rank in served[kind].ranks:
-        for prompt in served[kind].prompts:
+def test_every_rank_fills_the_same_number_of_pages(
+    kind: str, served: Callable[[str], Served]
+) -> None:
+    for rank in served(kind).ranks:
+        for prompt in served(kind).prompts:
             of_prompt = [
                 len(e) for (length, _), e in rank.retained.items() if length == len(prompt)
             ]
@@ -216,21 +278,23 @@ def test_every_rank_fills_the_same_number_of_pages(kind: str, served: dict[str, 
 
 
 @BOTH
-def test_requests_were_preempted_and_packed_again(kind: str, served: dict[str, Served]) -> None:
+def test_requests_were_preempted_and_packed_again(
+    kind: str, served: Callable[[str], Served]
+) -> None:
     # After the first token alone a prompt is not packed yet.
-    in_mid_answer = [count for count in served[kind].preempted if count > 1]
+    in_mid_answer = [count for count in served(kind).preempted if count > 1]
     assert len(in_mid_answer) >= 5
     # A stage may have packed a prompt whose first token was still on its way.
-    num_packed_again = {rank.stats["num_evicted"] - len(CASES[kind]) for rank in served[kind].ranks}
+    num_packed_again = {rank.stats["num_evicted"] - len(CASES[kind]) for rank in served(kind).ranks}
     assert len(num_packed_again) == 1
     assert len(in_mid_answer) <= num_packed_again.pop() <= len(CASES[kind])
 
 
 @BOTH
 def test_metrics_count_a_request_once_and_the_entries_of_all_ranks(
-    kind: str, served: dict[str, Served]
+    kind: str, served: Callable[[str], Served]
 ) -> None:
-    prompts, metrics = served[kind].prompts, served[kind].metrics
+    prompts, metrics = served(kind).prompts, served(kind).metrics
     blocks = [tail_begin(len(p)) // BLOCK_SIZE - num_packed(len(p)) for p in prompts]
     assert metrics["requests"] == len(prompts)
     assert metrics["freed_blocks"] == sum(blocks)
@@ -241,7 +305,7 @@ def test_metrics_count_a_request_once_and_the_entries_of_all_ranks(
 
 @BOTH
 def test_every_rank_binds_its_own_part_of_the_output_projections(
-    kind: str, served: dict[str, Served], llama: Path
+    kind: str, served: Callable[[str], Served], llama: Path
 ) -> None:
     model = Model(llama)
     cpu.load()
@@ -252,5 +316,5 @@ def test_every_rank_binds_its_own_part_of_the_output_projections(
         assert expected is not None
         for head in range(NUM_KV_HEADS):
             rank, own_layer, own_head = holder(kind, layer, head)
-            packed = served[kind].ranks[rank].projections[own_layer]
+            packed = served(kind).ranks[rank].projections[own_layer]
             assert torch.equal(packed[own_head], expected[head])

@@ -9,7 +9,8 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.step.request import LiveRequests, Phase
+from vllm_kvselect.engine.step.request import LiveRequests, Phase, Request
+from vllm_kvselect.engine.step.seen_queries import SeenQueries, SeenQuery
 from vllm_kvselect.retention import cuts
 from vllm_kvselect.scoring.inputs import ScoringInputs
 
@@ -107,6 +108,26 @@ def test_what_aborted_prefills_have_shown_ends_with_them() -> None:
         seen.append(weakref.ref(observer))
     del observer
     assert [reference() is not None for reference in seen] == [False] * 79 + [True]
+
+
+@pytest.mark.parametrize(("method", "first"), [("snapkv", 196), ("h2o", 100)])
+def test_sums_need_the_queries_of_all_tokens_and_do_not_let_them_pile_up(
+    method: str, first: int
+) -> None:
+    eviction = EvictionConfig(method=method, budget=1.0, decode_budget=128)
+    request = Request.planned(100, BLOCK_SIZE, eviction, 500)
+    assert request.cut is None
+    assert request.num_observed == (100 if method == "h2o" else 0)
+    assert request.first_seen(request.cuts[0]) == first
+    query = SeenQuery(SeenQueries(slice(None), 1), 0)
+    request.num_computed = 132
+    request.seen = dict.fromkeys(range(100, 131), query)
+    assert not request.is_behind
+    request.seen[131] = query
+    assert request.is_behind == (method == "h2o")
+    request.num_computed = request.cuts[0].position  # the round adds them up itself
+    assert not request.is_behind
+    assert Request.planned(100, BLOCK_SIZE, eviction, 50).num_observed == 0  # without a round
 
 
 def test_rounds_are_due_when_what_comes_before_them_is_computed() -> None:

@@ -11,11 +11,10 @@ from transformers import Exaone4Config, Glm4Config, Phi3Config
 
 from tests.engine.conftest import EngineFactory
 from tests.engine.random_models import SHAPE
-from tests.engine.test_unreadable_projections import (  # noqa: F401 (fixtures)
+from tests.engine.test_unreadable_projections import (  # noqa: F401 (a fixture)
     PROMPT,
     engine_in_this_process,
     params,
-    persimmon,
     start,
 )
 from vllm_kvselect.config import ConfigError
@@ -261,7 +260,7 @@ def test_models_of_other_kinds(
 
 
 def test_a_model_whose_rotation_cannot_be_told_serves_other_methods(
-    persimmon: Path,  # noqa: F811
+    persimmon: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=rf"{REFUSED}Transformers.*PersimmonAttention"):
         start(persimmon, method="expected-attention")

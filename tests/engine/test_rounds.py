@@ -34,6 +34,8 @@ CASES = [
         "adakv",
         "adakv-perturb",
         "r-kv",
+        "h2o",
+        "h2o-perturb",
         "thetakv",
         "layer-thetakv",
         "keydiff",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AfmoeConfig, PersimmonConfig, PersimmonForCausalLM
+from transformers import AfmoeConfig
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -65,19 +65,6 @@ def afmoe(tmp_path: Path) -> Path:
     layers = {"layer_types": ["full_attention"] * 2, "architectures": ["AfmoeForCausalLM"]}
     AfmoeConfig(**SIZES, **routing, **layers).save_pretrained(tmp_path / "afmoe")
     return tmp_path / "afmoe"
-
-
-@pytest.fixture(scope="module")
-def persimmon(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that vLLM runs through transformers, which does not say what its projection is.
-
-    Made once: when vLLM has loaded such a model, transformers can make no other one.
-    """
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("persimmon")
-    sizes = {key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "head_dim")}
-    PersimmonForCausalLM(PersimmonConfig(**sizes)).save_pretrained(folder)
-    return folder
 
 
 def test_a_gate_before_the_projection_is_found_and_refused(afmoe: Path) -> None:

@@ -165,11 +165,11 @@ def test_every_setting_is_asked_for_and_its_scores_come_back(folder: Path, serve
     config = config_of(folder, server)
     found = list(harness.run(config))
     bodies = server.bodies[5:]  # after one request to see that each is allowed
-    asked: list[dict[str, Any]] = [{"kv_eviction": "none"}]
+    asked: list[dict[str, Any]] = [{"kv_eviction": "none", "kv_prefill": "dense"}]
     for method in ("snapkv", "h2o"):
         for budget in (128, 0.5):
             settings = {"kv_eviction": method, "kv_eviction_budget": budget}
-            asked.append({**settings, "kv_eviction_decode_budget": 0})
+            asked.append({**settings, "kv_eviction_decode_budget": 0, "kv_prefill": "dense"})
     assert [body["vllm_xargs"] for body in bodies] == [each for each in asked for _ in range(5)]
     assert {(b["temperature"], b["max_tokens"], *b["stop"]) for b in bodies} == {(0.0, 16, ".")}
     tokenizer = load_tokenizer("")

@@ -101,6 +101,10 @@ def launch_all(dtype: torch.dtype, head_size: int) -> None:
         0,
         out,
     )
+    blocks_of_keys = cuda.extremes(key, 32)
+    segments = cuda.extremes(queries.transpose(0, 1), 512)
+    num_before = torch.ones(NUM_TOKENS // 512, dtype=torch.int64)
+    cuda.criticality(segments, blocks_of_keys, 1.0, num_before)
 
 
 if __name__ == "__main__":

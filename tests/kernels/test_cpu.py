@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kernels.critical_inputs import check_criticality, check_extremes
 from tests.kernels.probe_inputs import ROTATIONS, check_imitated, probe_inputs
 from tests.method_cases import MethodCase, every_method_case
 from tests.strategies import (
@@ -374,3 +375,25 @@ def test_other_dtypes_go_to_the_reference() -> None:
     )
     expected = retain(*arguments)
     assert torch.equal(retain(*arguments, kernels=cpu.KERNELS).retained, expected.retained)
+
+
+@some
+@given(
+    shape=shapes(max_tokens=300),
+    seed=seeds,
+    dtype=st.sampled_from(DTYPES),
+    size=st.sampled_from((1, 4, 16)),
+)
+def test_extremes(shape: Shape, seed: int, dtype: torch.dtype, size: int) -> None:
+    check_extremes(cpu.KERNELS, shape, seed, dtype, size)
+
+
+@some
+@given(
+    shape=shapes(max_tokens=100),
+    seed=seeds,
+    dtype=st.sampled_from(DTYPES),
+    num_segments=st.integers(1, 5),
+)
+def test_criticality(shape: Shape, seed: int, dtype: torch.dtype, num_segments: int) -> None:
+    check_criticality(cpu.KERNELS, shape, seed, dtype, num_segments)

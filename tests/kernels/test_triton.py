@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.critical_inputs import check_criticality, check_extremes
 from tests.kernels.probe_inputs import ROTATIONS, check_imitated, probe_inputs
 from tests.kernels.unsynchronised import SYNCHRONISING, SynchronisationError, unsynchronised
 from tests.method_cases import METHOD_CASES, MethodCase
@@ -43,6 +44,7 @@ from vllm_kvselect.kernels import cuda
 from vllm_kvselect.kernels import triton as triton_kernels
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.kernels.triton import allocation as allocation_kernels
+from vllm_kvselect.kernels.triton import criticality as criticality_kernels
 from vllm_kvselect.kernels.triton import page_table as page_table_kernels
 from vllm_kvselect.kernels.triton import selection as selection_kernels
 from vllm_kvselect.kernels.triton import value_norms as norm_kernels
@@ -72,6 +74,8 @@ def small_tiles() -> Iterator[None]:
             patch.setattr(attention_kernels, "_LEAST_SPLIT", 64)
             patch.setattr(norm_kernels, "_PART", 64)
             patch.setattr(page_table_kernels, "_BLOCK", 4)
+            patch.setattr(criticality_kernels, "_BLOCKS", 16)
+            patch.setattr(criticality_kernels, "_TOKENS", 8)
         yield
 
 
@@ -507,3 +511,25 @@ def test_float64_goes_to_the_reference() -> None:
         expected = retain(inputs, 2, 8, config)
         retention = retain(inputs, 2, 8, config, kernels=cuda.KERNELS)
         assert torch.equal(retention.retained, expected.retained)
+
+
+@brief
+@given(
+    shape=shapes(max_tokens=100),
+    seed=seeds,
+    dtype=st.sampled_from(DTYPES),
+    size=st.sampled_from((1, 4, 16, 17)),
+)
+def test_extremes(shape: Shape, seed: int, dtype: torch.dtype, size: int) -> None:
+    check_extremes(cuda.KERNELS, shape, seed, dtype, size, DEVICE)
+
+
+@brief
+@given(
+    shape=shapes(max_tokens=100),
+    seed=seeds,
+    dtype=st.sampled_from(DTYPES),
+    num_segments=st.integers(1, 5),
+)
+def test_criticality(shape: Shape, seed: int, dtype: torch.dtype, num_segments: int) -> None:
+    check_criticality(cuda.KERNELS, shape, seed, dtype, num_segments, DEVICE)

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.prefilling.segments import sparse_segments
 from vllm_kvselect.request import request_config
 from vllm_kvselect.retention import cuts
 
@@ -20,7 +21,18 @@ SERVER: dict[str, Any] = {
     "budget": 96,
     "window": 20,  # no multiple of the block size, so that their borders are not the same
     "decode_interval": 40,
-    "allow_override": ["method", "budget", "context", "decode_budget", "decode_interval"],
+    "prefill_segment": 64,
+    "prefill_budget": 64,
+    "prefill_dense_until": 64,
+    "allow_override": [
+        "method",
+        "budget",
+        "context",
+        "decode_budget",
+        "decode_interval",
+        "prefill",
+        "prefill_budget",
+    ],
 }
 WITH_ROUNDS: tuple[dict[str, Any], ...] = (
     {"kv_eviction_decode_budget": 64, "kv_eviction_decode_interval": 33},
@@ -37,6 +49,9 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"kv_eviction": "adakv", "kv_eviction_budget": 64},
     {"kv_eviction": "defensivekv"},
     *WITH_ROUNDS,
+    {"kv_prefill": "critiprefill"},
+    {"kv_prefill": "critiprefill", "kv_prefill_budget": 96, "kv_eviction": "none"},
+    {"kv_prefill": "critiprefill", "kv_eviction_context": 300},
     {"kv_eviction_context": 200},
     {"kv_eviction_context": 250, "kv_eviction": "layer-keydiff-perturb"},
     {"kv_eviction_context": 256, "kv_eviction": "ada-expected-attention"},
@@ -112,6 +127,11 @@ def border_lengths() -> list[int]:
             [(cut.first_packed, cut.tail_start) for cut in cuts(length, BLOCK_SIZE, config)]
             for length in range(MAX_MODEL_LEN)
         ]
+        sparse = [
+            sparse_segments(length, cuts(length, BLOCK_SIZE, config), config)
+            for length in range(MAX_MODEL_LEN)
+        ]
+        plans = [*zip(plans, sparse, strict=True)]
         borders |= {n for n in range(1, MAX_MODEL_LEN) if plans[n] != plans[n - 1]}
     beside = {border + distance for border in borders for distance in (-1, 0, 1)}
     return sorted(length for length in beside if 0 < length < MAX_MODEL_LEN - 24)

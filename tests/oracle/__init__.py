@@ -5,7 +5,12 @@ vectorised, and sums are exact (`math.fsum`). Tensors come in as nested lists, `
 which is exact for every floating-point type up to float64.
 """
 
-from tests.oracle.allocation import adaptive_pages, largest_remainder, pyramid_blocks
+from tests.oracle.allocation import (
+    adaptive_pages,
+    first_pages_first,
+    largest_remainder,
+    pyramid_blocks,
+)
 from tests.oracle.attention import attend, decode_attention, dot, softmax, window_attention
 from tests.oracle.page_table import Row, packed_places, page_row
 from tests.oracle.retain import QUERY_AGNOSTIC, LayerInputs, Retained, retain, retain_uneven
@@ -50,6 +55,7 @@ __all__ = [
     "dot",
     "expected_attention",
     "expected_attention_scores",
+    "first_pages_first",
     "h2o_scores",
     "keydiff_scores",
     "knorm_scores",

@@ -60,6 +60,15 @@ def adaptive_pages(
     return largest_remainder([budget / block_size for budget in budgets])
 
 
+def first_pages_first(scores: Matrix, block_size: int) -> Matrix:
+    """Raises the best page of each head that has scores of infinity, which no head drops."""
+    raised = []
+    for row in scores:
+        first = best_first(row)[:block_size] if inf in row else []
+        raised.append([inf if token in first else score for token, score in enumerate(row)])
+    return raised
+
+
 def pyramid_blocks(num_packed: int, num_layers: int, num_blocks: int, beta: int) -> list[int]:
     """Packed blocks per layer (PyramidKV): an arithmetic sequence, its mean `num_packed`."""
     if num_layers == 1:

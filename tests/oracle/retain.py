@@ -5,7 +5,7 @@ from itertools import chain
 from math import fsum, inf
 from typing import NamedTuple
 
-from tests.oracle.allocation import adaptive_pages, pyramid_blocks
+from tests.oracle.allocation import adaptive_pages, first_pages_first, pyramid_blocks
 from tests.oracle.scores import (
     defensive_scores,
     expected_attention,
@@ -32,7 +32,8 @@ class LayerInputs(NamedTuple):
     """Tensors of one layer; `query` is the window's, or, where it is needed, the whole prompt's.
 
     `frequencies` are the angles by which positions rotate pairs of channels, if they do, and
-    `probe[feature][kv_head]` is the layer's probe, `replayed[kv_head][token]` what a replay paid.
+    `probe[feature][kv_head]` is the layer's probe, `replayed[kv_head][token]` what a replay paid,
+    `received[kv_head][token]` what all queries so far paid, where that is not asked of `query`.
     """
 
     query: Cube
@@ -43,6 +44,7 @@ class LayerInputs(NamedTuple):
     frequencies: Vector = ()
     probe: Matrix = ()
     replayed: Matrix = ()
+    received: Matrix = ()
 
 
 class Retained(NamedTuple):
@@ -89,7 +91,7 @@ def retain(
                 layer_ranking, count, block_size, config.safeguard, config.floor
             )
     else:
-        heads = list(chain.from_iterable(ranking))
+        heads = first_pages_first(list(chain.from_iterable(ranking)), block_size)
         is_ada = base in QUERY_AGNOSTIC and config.method.startswith("ada-")
         if base in ("adakv", "thetakv") or is_ada:
             pages = adaptive_pages(heads, num_packed, block_size, config.safeguard, config.floor)
@@ -189,6 +191,8 @@ def stage_1_scores(
         return [[-order.index(token) for token in range(num_scored)]] * len(key)
     if base == "random":
         return random_scores(config.seed, index, len(key), num_scored)
+    if base == "h2o" and layer.received:
+        return [row[:num_scored] for row in layer.received]
     if base == "h2o":
         return h2o_scores(query, key, scale, config.window, sinks)
     if base == "keydiff":

@@ -110,16 +110,22 @@ def hook_cache_hits() -> None:
 
     @functools.wraps(get_computed_blocks)
     def get_computed_blocks_hook(
-        self: KVCacheManager, request: Any, *args: Any, **kwargs: Any
+        self: KVCacheManager, request: Any, max_cache_hit_length: int | None = None
     ) -> Any:
-        blocks, num_tokens, boundary = get_computed_blocks(self, request, *args, **kwargs)
+        # Until 0.33 is the oldest release: before, nobody else could cap a hit.
+        limit = () if max_cache_hit_length is None else (max_cache_hit_length,)
+        blocks, num_tokens, boundary = get_computed_blocks(self, request, *limit)
         managers = self.coordinator.single_type_managers
-        caps = [manager.admit(request) for manager in managers if hasattr(manager, "admit")]
-        if caps and (context := _compressed_context(self, request)):
+        ours = [manager for manager in managers if hasattr(manager, "admit")]
+        caps = [manager.admit(request) for manager in ours]
+        if ours and (context := _compressed_context(self, request)):
             (manager,) = managers
-            return self.create_kv_cache_blocks((context,)), len(context) * manager.block_size, 0
-        if num_tokens > (cap := min(caps, default=num_tokens)):
-            # Looked up again, not cut: a sliding window needs other blocks at another end.
+            length = len(context) * manager.block_size
+            if length <= min(limit, default=length):
+                return self.create_kv_cache_blocks((context,)), length, 0
+        while num_tokens > (cap := _num_usable(ours, request, min([num_tokens, *caps]))):
+            # Looked up again, not cut: a sliding window needs other blocks at another end, and may
+            # find less then.
             found, num_tokens, _ = self.coordinator.find_longest_cache_hit(
                 request.block_hashes, cap
             )
@@ -127,6 +133,14 @@ def hook_cache_hits() -> None:
         return blocks, num_tokens, boundary
 
     KVCacheManager.get_computed_blocks = get_computed_blocks_hook
+
+
+def _num_usable(managers: list[Any], request: Any, num_tokens: int) -> int:
+    """How many tokens of a prefix-cache hit every manager can use."""
+    for manager in managers:
+        if num_tokens:
+            num_tokens = manager.num_usable(request, num_tokens)
+    return num_tokens
 
 
 def _compressed_context(kv: KVCacheManager, request: Any) -> list[Any]:

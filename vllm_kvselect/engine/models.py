@@ -4,7 +4,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, WindowSpec
+from vllm_kvselect.engine.scheduler.spec import OTHER_OPTIONS, HeadwiseSpec, WindowSpec
 
 _FULL_OR_SLIDING = ("full_attention", "sliding_attention")
 _WINDOW_FIELDS = (
@@ -90,6 +90,23 @@ def window_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[s
     if eviction.check_integrity:
         problems.append("check_integrity does not know sliding windows; leave it out")
     return problems
+
+
+def refuse_other_options(kv_cache_config: KVCacheConfig, eviction: EvictionConfig) -> None:
+    """Checks that the scheduler plans with what this worker retains by.
+
+    They are started from one command line, unless there are several nodes.
+
+    Args:
+        kv_cache_config: How vLLM grouped the layers, with the scheduler's configuration.
+        eviction: This worker's.
+
+    Raises:
+        ConfigError: If the two differ.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if any(getattr(spec, "eviction", eviction) != eviction for spec in specs):
+        raise ConfigError(OTHER_OPTIONS)
 
 
 def refuse_mixed_groups(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> None:

@@ -68,3 +68,11 @@ def platform_name() -> str:
 def platform() -> Platform | None:
     """The record of this platform, or None if eviction does not know it."""
     return PLATFORMS.get(platform_name())
+
+
+def unknown_platform() -> str | None:
+    """Says that eviction does not know this platform; None if it does."""
+    if platform() is not None:
+        return None
+    accepted = ", ".join(map(repr, PLATFORMS))
+    return f"platform {platform_name()!r} has no backend yet; accepted: {accepted}"

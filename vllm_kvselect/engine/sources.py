@@ -41,11 +41,15 @@ def source_digest(function: Callable[..., Any]) -> str:
     return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
 
 
+def known_releases() -> list[str]:
+    """Releases of vLLM that the hooks were written for."""
+    return sorted({release for releases in KNOWN_SOURCES.values() for release in releases})
+
+
 def unknown_vllm(unknown: list[str]) -> str:
     """Says that this vLLM is not one the hooks were written for, and what to do."""
-    known = sorted({release for releases in KNOWN_SOURCES.values() for release in releases})
     return (
         f"vLLM {vllm.__version__} is not known to this release of vllm-kvselect "
-        f"({', '.join(unknown)} changed); install vLLM {' or '.join(known)}, or serve without "
-        "--kv-eviction"
+        f"({', '.join(unknown)} changed); install vLLM {' or '.join(known_releases())}, or serve "
+        "without --kv-eviction"
     )

@@ -64,16 +64,18 @@ class Endpoint:
 
 
 def full_cache(config: EvaluationConfig) -> EvictionConfig:
-    """The settings of the full cache, beside `config.evictions()`."""
-    return EvictionConfig.parse({**config.eviction, "method": FULL})
+    """The settings of the full cache, prefilled densely, beside `config.evictions()`."""
+    return EvictionConfig.parse({**config.eviction, "method": FULL, "prefill": "dense"})
 
 
 def request_settings(eviction: EvictionConfig) -> dict[str, Any]:
-    """What a request sends as `vllm_xargs`."""
-    keys = REQUEST_KEYS if eviction.enabled else ("kv_eviction",)
+    """What a request sends as `vllm_xargs`: whatever would act, also where it is the default."""
+    keys = REQUEST_KEYS if eviction.enabled else ("kv_eviction", "kv_prefill")
     values = {key: getattr(eviction, REQUEST_KEYS[key]) for key in keys}
     if not eviction.decode_budget:
         values.pop("kv_eviction_decode_interval", None)
+    if eviction.prefill == "dense":
+        values.pop("kv_prefill_budget", None)
     return {key: value for key, value in values.items() if value is not None}
 
 

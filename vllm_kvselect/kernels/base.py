@@ -13,6 +13,8 @@ import torch
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.paging import compaction, page_table
 from vllm_kvselect.paging.page_table import PageTable
+from vllm_kvselect.prefilling import criticality
+from vllm_kvselect.prefilling.criticality import Extremes
 from vllm_kvselect.scoring import defensivekv, probe, snapkv, value_norms
 from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
 from vllm_kvselect.scoring.observer import Function
@@ -63,6 +65,8 @@ class Kernels:
         gather_from_blocks: Entries out of a prompt's blocks.
         scatter_entries: Entries into slots.
         headwise_page_table: Page tables of single heads.
+        extremes: Largest and smallest values of groups of tokens.
+        criticality: What share of a segment's attention goes to each block before it.
     """
 
     snapkv_scores: Scorer = snapkv.snapkv_scores
@@ -109,6 +113,10 @@ class Kernels:
         compaction.scatter_entries
     )
     headwise_page_table: PageTableBuilder = page_table.headwise_page_table
+    extremes: Callable[[torch.Tensor, int], Extremes] = criticality.extremes
+    criticality: Callable[[Extremes, Extremes, float, torch.Tensor], torch.Tensor] = (
+        criticality.criticality
+    )
 
     def twin(self, reference: Function) -> Function:
         """The field with a function's name, or the function itself where there is none."""

@@ -21,6 +21,8 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.kernels.build import load_library
 from vllm_kvselect.kernels.tiers import STORED, multiplied_dtype
+from vllm_kvselect.prefilling import criticality as references_of_prefill
+from vllm_kvselect.prefilling.criticality import Extremes
 from vllm_kvselect.scoring import defensivekv, probe, snapkv
 from vllm_kvselect.scoring import value_norms as references
 from vllm_kvselect.scoring.inputs import ScoringInputs
@@ -187,6 +189,24 @@ def read_entries(
     return _call("read_entries", cache, slots, places, block_size)
 
 
+def extremes(vectors: torch.Tensor, size: int) -> Extremes:
+    """Twin of `criticality.extremes`."""
+    if vectors.dtype not in STORED:
+        return references_of_prefill.extremes(vectors, size)
+    return Extremes(*_call("extremes", _rows(vectors), size))
+
+
+def criticality(
+    queries: Extremes, keys: Extremes, scale: float, num_before: torch.Tensor
+) -> torch.Tensor:
+    """Twin of `criticality.criticality`."""
+    if keys.largest.dtype not in STORED:
+        return references_of_prefill.criticality(queries, keys, scale, num_before)
+    middle = references_of_prefill.middle_of(queries, len(keys.largest)).contiguous()
+    logits = _call("critical_logits", middle, *map(_rows, keys), scale, num_before)
+    return logits.softmax(dim=-1)
+
+
 def _takes(inputs: ScoringInputs) -> bool:
     """Whether the kernel of the window's attention takes such keys."""
     key = inputs.key
@@ -223,4 +243,6 @@ KERNELS = Kernels(
     select=select,
     read_pages=read_pages,
     read_entries=read_entries,
+    extremes=extremes,
+    criticality=criticality,
 )

@@ -12,6 +12,7 @@ from vllm_kvselect.kernels.triton.compaction import (
     gather_from_blocks,
     scatter_entries,
 )
+from vllm_kvselect.kernels.triton.criticality import criticality, extremes
 from vllm_kvselect.kernels.triton.page_table import headwise_page_table
 from vllm_kvselect.kernels.triton.probe import imitated_scores
 from vllm_kvselect.kernels.triton.pruning import select_pruned
@@ -33,4 +34,6 @@ KERNELS = Kernels(
     gather_from_blocks=gather_from_blocks,
     scatter_entries=scatter_entries,
     headwise_page_table=headwise_page_table,
+    extremes=extremes,
+    criticality=criticality,
 )

@@ -246,8 +246,21 @@ def _allocate(
     """Pages of every head of every layer, `[num_layers * num_kv_heads]`."""
     allocator: Allocator = getattr(kernels, method.allocator)
     if not method.pyramid:
-        return allocator(ranking.flatten(0, 1), num_packed, block_size, config)
+        heads = ranking.flatten(0, 1)
+        if method.sinks and config.num_sinks and method.allocator != "uniform_pages":
+            heads = _first_pages_first(heads, block_size, kernels)
+        return allocator(heads, num_packed, block_size, config)
     num_layers, _, num_tokens = ranking.shape
     blocks = pyramid_blocks(num_packed, num_layers, num_tokens // block_size, config)
     layers = zip(ranking, blocks, strict=True)
     return torch.cat([allocator(layer, n, block_size, config) for layer, n in layers])
+
+
+def _first_pages_first(ranking: torch.Tensor, block_size: int, kernels: Kernels) -> torch.Tensor:
+    """Puts each head's best page before all others.
+
+    A head that wants little but its first tokens wants less than half a page. Rounded, that would
+    be none, and the first tokens would go, to which every head attends.
+    """
+    counts = torch.full_like(ranking[:, 0], block_size, dtype=torch.int64)
+    return ranking.masked_fill(kernels.stage_1_mask(ranking, counts, 1.0), float("inf"))

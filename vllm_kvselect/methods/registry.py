@@ -43,10 +43,14 @@ class Method:
             rotary embedding.
         probe: Whether a calibrated probe of the model is needed.
         replay: Whether the prompt is replayed, which no server does.
+        sinks: Whether no head drops the first tokens: their scores are infinite, and every head
+            gets a page for them at least.
         two_stages: Whether selection has a second stage, once the budgets are known.
         pooled: Whether the layers of a request share its packed pages.
         pyramid: Whether each layer of a pooled method gets a fixed part of them (PyramidKV); else
             all heads compete.
+        cumulative: Whether it scores by the attention of all queries so far, not only the prompt's:
+            rounds then go on adding up what its observer began, the `sums` of `AttentionSums`.
         not_in_rounds: Why it cannot choose again among retained entries while a request generates;
             empty if it can.
     """
@@ -64,9 +68,11 @@ class Method:
     rotation: bool = False
     probe: bool = False
     replay: bool = False
+    sinks: bool = False
     two_stages: bool = False
     pooled: bool = False
     pyramid: bool = False
+    cumulative: bool = False
     not_in_rounds: str = ""
 
     @property
@@ -172,7 +178,7 @@ _H2O = Method(
     cost="attention of the whole prompt once more, quadratic in its length",
     limits="favours early tokens, which more queries see; takes nothing from the prefix cache",
     observer="h2o:AttentionSums",
-    not_in_rounds="its sums of attention end with the prompt",
+    cumulative=True,
 )
 _SNAPKV = Method(
     scorer="snapkv:snapkv_scores",
@@ -259,6 +265,7 @@ _EXPECTED_ATTENTION = Method(
     limits="every head's queries count as one cloud; takes nothing from the prefix cache",
     observer="expected_attention:MomentsOfQueries",
     rotation=True,
+    sinks=True,
     not_in_rounds="it needs the positions of retained entries, which are not kept",
 )
 _PROBE = Method(
@@ -271,6 +278,7 @@ _PROBE = Method(
     observer="probe:ScoresOfTokens",
     rotation=True,
     probe=True,
+    sinks=True,
     not_in_rounds="it scores tokens as they are computed, and the scores end with the prompt",
 )
 _KVZIP = Method(
@@ -281,6 +289,7 @@ _KVZIP = Method(
     cost="a second prefill",
     limits="off the engine only: a yardstick for the probe",
     replay=True,
+    sinks=True,
     not_in_rounds="no server runs it",
 )
 

@@ -1,5 +1,7 @@
 """Compaction: what is read out of a prompt's blocks, and where the retained entries go."""
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -99,6 +101,19 @@ def retained_slots(
     layer, head = owner // num_kv_heads, owner % num_kv_heads
     block = layer * num_blocks + blocks[token // block_size]
     return (block * num_kv_heads + head) * block_size + token % block_size
+
+
+def through_layers(retained: Sequence[torch.Tensor], per_layer: int) -> torch.Tensor:
+    """Joins what layers retain, each by indices of its own, or all of them together.
+
+    Args:
+        retained: Flat indices of each layer, or those of all layers as the only part.
+        per_layer: Entries of a layer that compete.
+
+    Returns:
+        Flat indices that count through the layers, `[n]` int64.
+    """
+    return torch.cat([part + index * per_layer for index, part in enumerate(retained)])
 
 
 def read_pages(cache: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

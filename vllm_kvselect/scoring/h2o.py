@@ -16,20 +16,21 @@ _BLOCK_ELEMENTS = 2**22
 def h2o_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Scores every entry before the window by its accumulated attention.
 
-    The sum over all prompt queries that see the entry, the mean over the query group.
+    The sum over all queries so far that see the entry, the mean over the query group.
 
     Args:
-        inputs: Queries and keys of the *whole* prompt.
+        inputs: Queries and keys of the *whole* prompt; or what was received, in rounds.
         config: Gives `window`.
 
     Returns:
         `[num_kv_heads, num_tokens - window]`, at least float32.
     """
-    return accumulate(inputs)[:, : inputs.key.shape[1] - config.window]
+    sums = accumulate(inputs) if inputs.received is None else inputs.received
+    return sums[:, : inputs.key.shape[1] - config.window]
 
 
 def accumulate(inputs: ScoringInputs) -> torch.Tensor:
-    """Attention that a chunk of queries pays to every key so far.
+    """Attention that a chunk of queries pays to every key so far, absent ones left out.
 
     Additive: the sums of a prompt's chunks, each padded with zeros to the prompt's length, add up
     to those of the whole prompt. Blocked over queries, so that memory stays bounded.
@@ -72,7 +73,12 @@ class AttentionSums(Observer):
             self._sums = added.new_zeros(self.num_layers, len(added), self.num_tokens)
         self._sums[inputs.layer_index, :, : added.shape[1]] += added
 
+    @property
+    def sums(self) -> torch.Tensor:
+        """The sums of all layers, `[num_layers, num_kv_heads, num_tokens]`."""
+        assert self._sums is not None
+        return self._sums
+
     def scores(self, inputs: ScoringInputs, scorer: Scorer, config: EvictionConfig) -> torch.Tensor:
         """The sums of what `h2o_scores` would add up at once; see `Observer.scores`."""
-        assert self._sums is not None
-        return self._sums[inputs.layer_index, :, : self.num_tokens - config.window]
+        return self.sums[inputs.layer_index, :, : self.num_tokens - config.window]

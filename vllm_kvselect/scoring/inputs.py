@@ -33,6 +33,8 @@ class ScoringInputs:
             where the method does not ask.
         replayed: The most attention that KVzip's replay pays to each entry,
             `[num_kv_heads, num_tokens]`, or None; off the engine only.
+        received: Attention that each entry has received so far, `[num_kv_heads, num_tokens]`, where
+            rounds have added it up; `query` is not read for it then.
         num_absent: First columns of each head in which there is no entry, `[num_kv_heads]` int64:
             heads that retain different numbers of entries all end with the latest ones. What a
             scorer says of absent entries is ignored, and they must not change what it says of
@@ -52,6 +54,7 @@ class ScoringInputs:
     moments: QueryMoments | None = None
     probe: torch.Tensor | None = None
     replayed: torch.Tensor | None = None
+    received: torch.Tensor | None = None
     num_absent: torch.Tensor | None = None
     num_kept: torch.Tensor | None = None
 

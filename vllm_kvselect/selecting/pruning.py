@@ -75,6 +75,8 @@ def select_by_parts(
     if num_absent is not None:
         is_absent, num_taken = absent_columns(num_absent, scores.shape[1]), budgets + num_absent
         scores = scores.masked_fill(is_absent, float("-inf"))
+        # Whatever a scorer says there, infinity included, times the value that is not there.
+        weights = weights.masked_fill(is_absent, 0.0)
     stage_1 = parts.stage_1_mask(scores, budgets, alpha)
     # What is absent is not in the running, just as what stage 1 has taken.
     taken = stage_1 if is_absent is None else stage_1 | is_absent

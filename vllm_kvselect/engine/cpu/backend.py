@@ -16,7 +16,7 @@ from vllm_kvselect.engine.cpu.schedules import Schedules
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
 from vllm_kvselect.engine.step.layer import HeadwiseImpl, refuse_layer
 from vllm_kvselect.engine.step.memory import all_layers
-from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
+from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
 from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.page_table import PageTable
@@ -87,7 +87,8 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         if self.sinks is not None and self.sinks.dtype != torch.bfloat16:
             self.sinks = self.sinks.float()  # what else the kernel takes
 
-    def _read_keys(self, pages: torch.Tensor) -> torch.Tensor:
+    def read_keys(self, pages: torch.Tensor) -> torch.Tensor:
+        """Keys of whole pages in token order, `[num_kv_heads, n, head_size]`."""
         return self._codec.read_keys(self.kv_cache, pages)
 
     def read_values(self, pages: torch.Tensor) -> torch.Tensor:
@@ -116,7 +117,7 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        batch: HeadwiseBatch,
+        batch: OneHeadBatch,
         call: Call,
         output: torch.Tensor,
     ) -> None:

@@ -1,10 +1,12 @@
 """Schedules: work plans of vLLM's CPU kernel, made anew only when sequences reach another tile."""
 
+from typing import TypeGuard
+
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
 
-from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
+from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
 
 TILE = 16
 """Tokens of the smallest tile of any instruction set; other tiles are twice as large."""
@@ -29,7 +31,7 @@ class Schedules:
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}
 
     def of(
-        self, layer_index: int, batch: HeadwiseBatch, call: Call, query: torch.Tensor
+        self, layer_index: int, batch: OneHeadBatch, call: Call, query: torch.Tensor
     ) -> torch.Tensor:
         """The plan of a call.
 
@@ -43,17 +45,19 @@ class Schedules:
             What the kernel takes as `scheduler_metadata`.
         """
         seq_lens = call.table.seq_lens
-        if batch.table is None or batch.max_query_len > 1:
+        if not _is_settled(batch) or batch.max_query_len > 1:
             return self._make(seq_lens, call.query_start_loc, query)
         if batch is not self._batch:
-            self._drop_outdated(batch, batch.table.pages)
+            self._drop_outdated(batch)
         key = (layer_index, *call.pairs[1:])
         if key not in self._kept:
             self._kept[key] = self._make(_tile_ends(seq_lens), call.query_start_loc, query)
         return self._kept[key]
 
-    def _drop_outdated(self, batch: HeadwiseBatch, pages: torch.Tensor) -> None:
+    def _drop_outdated(self, batch: HeadwiseBatch) -> None:
         """Looks at a new step: whether its sequences have the pages and the tiles of the last."""
+        assert batch.table is not None
+        pages = batch.table.pages
         tile_ends = _tile_ends(batch.rows.seq_lens)
         if pages is not self._pages or not torch.equal(tile_ends, self._tile_ends):
             self._kept.clear()
@@ -75,6 +79,11 @@ class Schedules:
             isa=self._isa,
             enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
         )
+
+
+def _is_settled(batch: OneHeadBatch) -> TypeGuard[HeadwiseBatch]:
+    """Whether a batch has page tables of all layers, which the next step may take over."""
+    return isinstance(batch, HeadwiseBatch) and batch.table is not None
 
 
 def _tile_ends(seq_lens: torch.Tensor) -> torch.Tensor:

@@ -17,12 +17,13 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
 
 from vllm_kvselect.config import ConfigError
+from vllm_kvselect.engine.cuda.graph_queries import GraphQueries
 from vllm_kvselect.engine.cuda.tables import HeadwiseTables
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
 from vllm_kvselect.engine.step.page_tables import SettledRows
-from vllm_kvselect.engine.step.request import Request
 from vllm_kvselect.engine.step.rows import Rows
+from vllm_kvselect.engine.step.seen_queries import SeenQueries, Sees
 from vllm_kvselect.engine.step.split import Split, Splitter
 from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
@@ -30,7 +31,14 @@ from vllm_kvselect.paging.page_table import PageTable
 
 
 class CudaBackend(AttentionBackend):
-    """What a backend with the one-head view asks of the KV cache; put in front of vLLM's own."""
+    """What a backend with the one-head view asks of the KV cache; put in front of vLLM's own.
+
+    Attributes:
+        supports_kv_cache_update_bypass: Whether a model that has written keys and values itself may
+            leave them out of the call. Scoring needs them. vLLM asks from 0.33 on.
+    """
+
+    supports_kv_cache_update_bypass = False
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -41,8 +49,8 @@ class CudaBackend(AttentionBackend):
 class DeviceSplitter(Splitter):
     """Splits batches whose block tables and lengths are on a device."""
 
-    def requests_of_decodes(self, common: CommonAttentionMetadata) -> list[Request] | None:
-        """Requests of a batch of decodes.
+    def decodes(self, common: CommonAttentionMetadata) -> Rows | None:
+        """The rows of a batch of decodes; rounds that are due before it are made.
 
         A token of a prompt that drops nothing counts as a decode: it reads the whole cache.
 
@@ -50,17 +58,25 @@ class DeviceSplitter(Splitter):
             common: vLLM's metadata.
 
         Returns:
-            The rows' requests, or None if a row has several tokens or a prompt to be looked at.
+            The rows, or None if one has several tokens or a prompt to be looked at.
         """
         if common.max_query_len != 1:
             return None
-        rows = self._rows(common, self._requests_of(common))
-        before_cut = rows.stock_lens > 0
-        if any(before_cut[row] and each.cut for row, each in enumerate(rows.requests)):
+        requests = self._requests_of(common)
+        self._make_rounds(requests, common.block_table_tensor)
+        rows = self._rows(common, requests)
+        observed = [request.num_observed for request in rows.requests]
+        if (rows.num_computed < observed).any():
             return None
-        return rows.requests
+        return rows
+
+    def seen_queries(self, rows: Rows) -> SeenQueries | None:
+        """The tokens of rows whose queries the next rounds of their requests look through."""
+        return self._seen_queries(rows, self._state.offsets.device)
 
     def _seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        # The lengths themselves: only drafters that run ahead of the host, which are refused, make
+        # them less.
         bound = common.seq_lens_cpu_upper_bound
         assert bound is not None
         return bound
@@ -85,11 +101,13 @@ class CudaMetadataBuilder(HeadwiseBuilder):
     Attributes:
         tables: Page tables of the group's layers, once started.
         largest_full_graph: Tokens of the largest step that a graph of its own may hold.
+        graph_queries: Where such a graph leaves its queries, if requests may make rounds.
     """
 
     block_size: int
     tables: HeadwiseTables
     largest_full_graph: int = 0
+    graph_queries: GraphQueries | None = None
     splitter_class = DeviceSplitter
     supports_update_block_table = False
 
@@ -119,8 +137,12 @@ class CudaMetadataBuilder(HeadwiseBuilder):
             self.block_size,
             kernels,
         )
+        dtype = self.vllm_config.model_config.dtype
+        if self.largest_full_graph and spec.eviction.may_make_rounds:
+            num_rows = min(self.largest_full_graph, self.vllm_config.scheduler_config.max_num_seqs)
+            sizes = (len(layers), num_rows, layers[0].num_heads, spec.head_size)
+            self.graph_queries = GraphQueries(*sizes, dtype, self.device)
         for index, layer in enumerate(layers):
-            dtype = self.vllm_config.model_config.dtype
             layer.impl.start(index, layer, state, self.tables, dtype, kernels)
             if spec.eviction.decode_attention == "xformers":
                 layer.impl.take_xformers()
@@ -134,15 +156,21 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         """vLLM's metadata where nothing is dropped and no graph may run, else the split batch."""
         common, splitter = common_attn_metadata, self._splitter
         assert splitter is None or isinstance(splitter, DeviceSplitter)
-        requests = splitter.requests_of_decodes(common) if splitter else None
-        if requests is None:
-            return super().build(common_prefix_len, common, fast_build)
+        if self.graph_queries is not None:
+            self.graph_queries.hand_over()
+        rows = splitter.decodes(common) if splitter else None
         in_graph = self._may_be_in_graph(common)
-        if not in_graph and all(request.cut is None for request in requests):
-            return self._build_stock(common_prefix_len, common, fast_build)
+        if rows is None or not (in_graph or any(request.cut for request in rows.requests)):
+            return super().build(common_prefix_len, common, fast_build)
+        assert isinstance(splitter, DeviceSplitter)
+        wanted = splitter.seen_queries(rows)
+        seen: Sees | None = wanted
+        if in_graph and self.graph_queries is not None:
+            self.graph_queries.want(wanted)
+            seen = self.graph_queries
         num_splits = 1 if envs.VLLM_BATCH_INVARIANT else self._max_num_splits(in_graph)
-        batch = self.tables.decode_batch(requests, common, num_splits)
-        return Split([], [], [], [batch])
+        batch = self.tables.decode_batch(rows.requests, common, num_splits)
+        return Split([], [], [], [batch], seen)
 
     def _max_num_splits(self, in_graph: bool) -> int:
         """Parts into which the call may cut a sequence; 0 leaves it to the call."""

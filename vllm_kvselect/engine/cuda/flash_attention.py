@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm_kvselect.engine.cuda.builder import CudaBackend, CudaMetadataBuilder
 from vllm_kvselect.engine.cuda.layer import CudaImpl
 from vllm_kvselect.engine.step.layer import refuse_layer
-from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
+from vllm_kvselect.engine.step.sequences import Call, OneHeadBatch
 
 
 class HeadwiseFlashAttentionBackend(CudaBackend, FlashAttentionBackend):
@@ -51,7 +51,7 @@ class HeadwiseFlashAttentionImpl(CudaImpl, FlashAttentionImpl):
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        batch: HeadwiseBatch,
+        batch: OneHeadBatch,
         call: Call,
         output: torch.Tensor,
     ) -> None:

@@ -11,6 +11,16 @@ from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.sources import KNOWN_GRAPH_SOURCES, source_digest, unknown_vllm
 
 
+def unknown_sources() -> list[str]:
+    """Names of the functions whose source is not what the hook was written for."""
+    # Here, because a worker needs only the one of its model runner.
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    functions = (CudagraphDispatcher.dispatch, CudaGraphManager.dispatch)
+    return [function.__qualname__ for function in functions if not _is_known(function)]
+
+
 def hook_full_graphs(model_runner: Any, is_vetoed: Callable[[], bool]) -> None:
     """Keeps steps of one worker out of graphs that hold a whole step (patches/0005).
 
@@ -27,7 +37,7 @@ def hook_full_graphs(model_runner: Any, is_vetoed: Callable[[], bool]) -> None:
     manager = getattr(model_runner, "cudagraph_manager", None)
     owner = model_runner.cudagraph_dispatcher if manager is None else manager
     dispatch = owner.dispatch
-    if source_digest(dispatch) not in KNOWN_GRAPH_SOURCES.get(dispatch.__qualname__, {}).values():
+    if not _is_known(dispatch):
         raise ConfigError(unknown_vllm([dispatch.__qualname__]))
     signature = inspect.signature(dispatch)
 
@@ -43,3 +53,7 @@ def hook_full_graphs(model_runner: Any, is_vetoed: Callable[[], bool]) -> None:
         return dispatch(**{**given, "invalid_modes": invalid})
 
     owner.dispatch = dispatch_hook
+
+
+def _is_known(dispatch: Callable[..., Any]) -> bool:
+    return source_digest(dispatch) in KNOWN_GRAPH_SOURCES.get(dispatch.__qualname__, {}).values()

@@ -14,7 +14,7 @@ from vllm_kvselect.engine.cuda.xformers_attention import SplitKAttention
 from vllm_kvselect.engine.step.layer import HeadwiseImpl, refuse_layer
 from vllm_kvselect.engine.step.memory import all_layers
 from vllm_kvselect.engine.step.packing import Packing
-from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
+from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
 from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.page_table import PageTable
@@ -121,7 +121,7 @@ class CudaImpl(HeadwiseImpl):
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        batch: HeadwiseBatch,
+        batch: OneHeadBatch,
         call: Call,
         output: torch.Tensor,
     ) -> None:
@@ -135,7 +135,7 @@ class CudaImpl(HeadwiseImpl):
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        batch: HeadwiseBatch,
+        batch: OneHeadBatch,
         call: Call,
         output: torch.Tensor,
     ) -> None:
@@ -149,28 +149,35 @@ class CudaImpl(HeadwiseImpl):
     def _scored_queries(self, query: torch.Tensor) -> torch.Tensor:
         return query.to(self._dtype)
 
-    def _read_keys(self, pages: torch.Tensor) -> torch.Tensor:
-        return self._entries(pages)[0]
+    def read_keys(self, pages: torch.Tensor) -> torch.Tensor:
+        """Keys of whole pages in token order, `[num_kv_heads, n, head_size]`."""
+        return self._entries(self.kv_cache, pages)[0]
 
     def read_values(self, pages: torch.Tensor) -> torch.Tensor:
         """Values of whole pages in token order, `[num_kv_heads, n, head_size]`."""
-        return self._entries(pages)[1]
+        return self._entries(self.kv_cache, pages)[1]
 
     def _read(self, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._entries(packing.pages)
+        return self._entries(self.kv_cache, packing.pages)
 
-    def _entries(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_held(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of whole pages in the memory of all layers; see `RoundLayer`."""
+        return self._entries(all_layers(self.kv_cache), pages)
+
+    def _entries(
+        self, cache: torch.Tensor, pages: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys, up to their scale, and values of whole pages in token order.
 
         Args:
-            pages: Page ids of each head, `[num_kv_heads, n]` int64.
+            cache: A layer's cache, or the memory of all layers.
+            pages: Page ids of each head in it, `[num_kv_heads, n]` int64.
 
         Returns:
             `[num_kv_heads, n * block_size, head_size]` each, in the model's dtype.
         """
-        width = self.kv_cache.shape[-1]
-        read = self.kv_cache.flatten(0, 1).index_select(0, pages.flatten())
-        key, value = read.view(len(pages), -1, width).split(self.head_size, dim=-1)
+        read = cache.flatten(0, 1).index_select(0, pages.flatten())
+        key, value = read.view(len(pages), -1, cache.shape[-1]).split(self.head_size, dim=-1)
         if not self._is_quantized:
             return key, value
         key, value = (

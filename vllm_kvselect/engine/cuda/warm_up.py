@@ -1,8 +1,8 @@
 """Launches the kernels of eviction once, before anyone waits for them.
 
 Triton compiles a kernel when it is first launched, and while a graph is captured it cannot. What it
-compiles for depends on sizes, so prompts of several lengths are packed: all of their blocks are the
-null block, which nobody reads.
+compiles for depends on sizes, so prompts of several lengths are packed, and rounds are made: all of
+their blocks are the null block, which nobody reads.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cuda.builder import CudaMetadataBuilder
+from vllm_kvselect.engine.step.received import Received
 from vllm_kvselect.engine.step.request import Request
+from vllm_kvselect.engine.step.seen_queries import SeenQueries, SeenQuery
 from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.retention import Cuts, cuts
 
@@ -27,7 +29,7 @@ def warm_up(
     methods: Iterable[str],
     eviction: EvictionConfig,
 ) -> None:
-    """Packs made-up prompts in all layers of a group, and builds a page table in each.
+    """Packs made-up prompts in all layers of a group, makes rounds, and builds page tables.
 
     Args:
         builder: The group's builder, started.
@@ -41,6 +43,8 @@ def warm_up(
             _pack(builder, request, num_tokens)
             if not METHODS[method].whole_prompt:
                 _pack(builder, request, config.window)  # reads the rest from the cache
+        if eviction.may_make_rounds and METHODS[method].in_rounds:
+            _make_rounds(builder, config)
     nothing = Request(0, eviction, Cuts(), None)
     rows = builder.tables.decode_batch([nothing], _common(builder, 1, 1), 0).rows
     for index in range(len(builder.layers)):
@@ -77,6 +81,30 @@ def _pack(builder: CudaMetadataBuilder, request: Request, num_new: int) -> None:
             layer.impl.observe(query, key, key, observation)
         for completion in split.completions:
             layer.impl.pack(query, key, key, completion)
+
+
+def _make_rounds(builder: CudaMetadataBuilder, config: EvictionConfig) -> None:
+    """Makes the first two rounds of a request: before the second one its heads are uneven."""
+    builder.state.clear()  # a request that has dropped nothing has no offsets
+    if not config.decode_budget:  # requests choose theirs
+        config = config.model_copy(update={"decode_budget": config.window + builder.block_size})
+    longest = builder.vllm_config.model_config.max_model_len - 1
+    request = Request.planned(1, builder.block_size, config, longest)
+    seen = SeenQueries(slice(None), len(builder.layers))
+    for index, layer in enumerate(builder.layers):
+        shape = (1, layer.num_heads, layer.head_size)
+        dtype = builder.vllm_config.model_config.dtype
+        seen.see(index, torch.zeros(shape, dtype=dtype, device=builder.device))
+    for cut in request.cuts[:2]:
+        if request.has_sums and request.received is None:
+            shape = (len(builder.layers), builder.state.num_kv_heads, 1)
+            request.received = Received.of_prompt(torch.zeros(shape, device=builder.device))
+        request.seen = {
+            position: SeenQuery(seen, 0)
+            for position in range(request.first_seen(cut), cut.position)
+        }
+        request.num_computed = cut.position
+        builder.splitter(lambda _: [request]).split(_common(builder, cut.position + 1, 1))
 
 
 def _common(builder: CudaMetadataBuilder, seq_len: int, num_new: int) -> CommonAttentionMetadata:

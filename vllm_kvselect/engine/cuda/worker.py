@@ -16,6 +16,7 @@ from vllm_kvselect.engine.refusal import notes_refusals
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.worker import EvictionWorker
 from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.methods.registry import METHODS
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
@@ -73,10 +74,10 @@ class EvictionGPUWorker(EvictionWorker, Worker):
         self._is_prefilling = self._requests.prefilling(scheduled)
 
     def _reserved_bytes(self, available: int) -> int:
-        """Bytes of page tables, of the state and of what selection computes at once.
+        """Bytes of page tables, of the state, of queries and of what selection computes at once.
 
-        The latter is that of the longest prompt: its keys and values, read from the cache, and
-        about twelve numbers for each of its tokens and heads, more where layers wait for each
+        The last of them is that of the longest prompt: its keys and values, read from the cache,
+        and about twelve numbers for each of its tokens and heads, more where layers wait for each
         other.
         """
         specs = [spec for spec in self.get_kv_cache_spec().values() if type(spec) is HeadwiseSpec]
@@ -96,4 +97,32 @@ class EvictionGPUWorker(EvictionWorker, Worker):
         entries = spec.num_kv_heads * model.max_model_len
         read = 2 * spec.head_size * entries * (2 + model.dtype.itemsize)
         numbers = 12 + (4 * num_layers if self._eviction.may_pool else 0)
-        return tables + state + read + 4 * numbers * entries
+        rounds = self._bytes_of_queries(available, spec, num_layers)
+        return tables + state + read + 4 * numbers * entries + rounds
+
+    def _bytes_of_queries(self, available: int, spec: HeadwiseSpec, num_layers: int) -> int:
+        """Bytes of the queries that rounds look through, and of the sums that they add up.
+
+        Queries of a whole window, of as many requests as may be short of a round at once: each has
+        more entries in the cache than its budget. Those of a step that runs as a graph. And with
+        some methods a number for each entry of the cache.
+        """
+        if not self._eviction.may_make_rounds:
+            return 0
+        model, config = self.model_config, self.vllm_config
+        num_heads = model.get_num_attention_heads(config.parallel_config)
+        token = num_layers * num_heads * spec.head_size * model.dtype.itemsize
+        least = self._eviction.decode_budget
+        if not least or "decode_budget" in self._eviction.allow_override:
+            least = self._eviction.window + spec.block_size  # what `budget_problem` lets pass
+        held = least // spec.block_size * num_layers * spec.page_size_bytes
+        window, max_num_seqs = self._eviction.window * token, config.scheduler_config.max_num_seqs
+        num_rows = 0
+        if config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            largest = config.compilation_config.max_cudagraph_capture_size or 0
+            num_rows = min(largest, max_num_seqs)
+        num_sums = 0
+        if any(METHODS[method].cumulative for method in self._methods()):
+            num_sums = available // spec.page_size_bytes * spec.num_kv_heads * spec.block_size
+        num_windows = min(max_num_seqs, available // (held + window))
+        return num_windows * window + num_rows * token + 4 * num_sums

@@ -59,7 +59,7 @@ def from_cli_args(engine_args: EngineArgs, args: argparse.Namespace) -> None:
     if path is not None:
         options = EvictionConfig.read_file(path) | options
     elif settings is None:
-        _refuse_without_a_method(options)
+        options = _with_a_method(options)
     args.additional_config = {
         **(additional or {}),
         CONFIG_KEY: _merged(_mapping(settings or {}), options),
@@ -67,13 +67,26 @@ def from_cli_args(engine_args: EngineArgs, args: argparse.Namespace) -> None:
     engine_args.additional_config = args.additional_config
 
 
-def _refuse_without_a_method(options: dict[str, Any]) -> None:
+def _with_a_method(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of which a command line consists: a sparse prefill alone drops nothing.
+
+    Raises:
+        ConfigError: If they say nothing of what is to be done.
+    """
     if "method" in options:
-        return
-    names = ", ".join(f"--kv-eviction-{name.replace('_', '-')}" for name in options)
+        return options
+    if "prefill" in options:
+        return {"method": "none", **options}
+    names = ", ".join(_option(name) for name in options)
     raise ConfigError(
         f"{names} has no effect without --kv-eviction; accepted methods: {', '.join(METHOD_NAMES)}"
     )
+
+
+def _option(field: str) -> str:
+    """The option that sets a field."""
+    name = field.replace("_", "-")
+    return f"--kv-{name}" if name.startswith("prefill") else f"--kv-eviction-{name}"
 
 
 def _merged(settings: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +132,7 @@ def _eviction(additional: object) -> EvictionConfig | None:
     if settings is None:
         return None
     eviction = EvictionConfig.parse(_mapping(settings))
-    return eviction if eviction.may_evict else None
+    return eviction if eviction.may_act else None
 
 
 def _settings(additional: object) -> object:
@@ -200,7 +213,8 @@ def with_turn_start(model_config: ModelConfig, eviction: EvictionConfig) -> Evic
 def choose_scheduler(scheduling: SchedulerConfig, eviction: EvictionConfig) -> None:
     """Takes a scheduler of ours where one is needed.
 
-    That is for the integrity check, for pools across layers, for contexts and for rounds.
+    That is for the integrity check, for pools across layers, for contexts, for rounds and for
+    sparse prefills.
 
     Args:
         scheduling: vLLM's configuration of the scheduler, changed in place.
@@ -210,6 +224,9 @@ def choose_scheduler(scheduling: SchedulerConfig, eviction: EvictionConfig) -> N
     if eviction.check_integrity:
         scheduling.scheduler_cls = _CHECKED_SCHEDULERS[is_async]
     elif scheduling.scheduler_cls is None and (
-        eviction.may_pool or eviction.may_share or eviction.may_make_rounds
+        eviction.may_pool
+        or eviction.may_share
+        or eviction.may_make_rounds
+        or eviction.may_prefill_sparsely
     ):
         scheduling.scheduler_cls = _CUT_SCHEDULERS[is_async]

@@ -2,11 +2,17 @@
 
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine.cuda import xformers_attention
 from vllm_kvselect.engine.models import model_problems, window_problems
-from vllm_kvselect.engine.platforms import PLATFORMS, platform, platform_name
+from vllm_kvselect.engine.platforms import (
+    PLATFORMS,
+    platform,
+    platform_name,
+    unknown_platform,
+)
 from vllm_kvselect.machine import dtype_name
 from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.retention import budget_problem
@@ -23,15 +29,17 @@ def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> Non
         ConfigError: With every reason against it.
     """
     problems = [
-        *_platform_problems(vllm_config),
+        *platform_problems(vllm_config),
         *model_problems(vllm_config),
         *window_problems(vllm_config, eviction),
         *_feature_problems(vllm_config),
+        *_executor_problems(vllm_config),
         *_block_problems(vllm_config),
         *_provider_problems(vllm_config, eviction),
         *settings_problems(vllm_config, eviction),
         *_scheduler_problems(vllm_config, eviction),
         *_round_problems(vllm_config, eviction),
+        *_prefill_problems(vllm_config, eviction),
     ]
     if problems:
         raise ConfigError("kv_eviction cannot be used here: " + "; ".join(problems))
@@ -52,12 +60,18 @@ def settings_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list
     return [*_pool_problems(vllm_config, eviction), *_budget_problems(vllm_config, eviction)]
 
 
-def _platform_problems(vllm_config: VllmConfig) -> list[str]:
-    here = platform()
-    if here is None:
-        accepted = ", ".join(map(repr, PLATFORMS))
-        return [f"platform {platform_name()!r} has no backend yet; accepted: {accepted}"]
-    worker = vllm_config.parallel_config.worker_cls
+def platform_problems(vllm_config: VllmConfig) -> list[str]:
+    """What stands against the platform and its worker, whatever the model.
+
+    Args:
+        vllm_config: vLLM's configuration, of a model or of none.
+
+    Returns:
+        One sentence for each problem, with what to do.
+    """
+    if problem := unknown_platform():
+        return [problem]
+    worker, here = vllm_config.parallel_config.worker_cls, PLATFORMS[platform_name()]
     problems = {"cpu": _cpu_problems, "cuda": _cuda_problems}[platform_name()](vllm_config)
     if worker != here.stock_worker:
         problems.append(f"worker_cls = {worker!r} replaces the worker; leave it at 'auto'")
@@ -102,15 +116,13 @@ def _provider_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> lis
 def _feature_problems(vllm_config: VllmConfig) -> list[str]:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
-    drafter, executor = speculative and speculative.method, parallel.distributed_executor_backend
+    drafter = speculative and speculative.method
     features = {
         # Other drafters bring layers of their own, or have not been run.
         f"speculative decoding by {drafter!r} (accepted: 'ngram')": drafter not in (None, "ngram"),
         "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
-        f"--distributed-executor-backend {executor} (accepted: 'mp')": executor
-        not in (None, "uni", "mp"),
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype
         not in _cache_dtypes(vllm_config),
         # Requests would not be checked, nor refusals counted: the plugin's front end is Python.
@@ -118,6 +130,26 @@ def _feature_problems(vllm_config: VllmConfig) -> list[str]:
         "KV sharing between layers (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
     }
     return [f"{name} is not supported; switch it off" for name, on in features.items() if on]
+
+
+def _executor_problems(vllm_config: VllmConfig) -> list[str]:
+    """What stands against what starts the workers and hands them their steps."""
+    executor = vllm_config.parallel_config.distributed_executor_backend
+    if executor in (None, "uni", "mp"):
+        return []
+    if executor != "ray":
+        return [
+            f"--distributed-executor-backend {executor} is not supported; choose 'mp' or 'ray', or "
+            "leave it out"
+        ]
+    if not current_platform.ray_device_key:
+        return [f"vLLM does not support Ray on {platform_name()!r}; leave it out, or use --nnodes"]
+    if not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True):
+        # It asks the model runner for a step, not the worker. vLLM 0.33 has it no more.
+        return [
+            "vLLM's older Ray executor leaves workers out; unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
+        ]
+    return []
 
 
 def _scheduler_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
@@ -139,14 +171,50 @@ def _round_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[s
     """What stands against dropping entries again while requests generate."""
     if not eviction.may_make_rounds:
         return []
-    problems = []
-    if platform_name() == "cuda":
-        problems.append("decode_budget is not supported on CUDA yet; leave it out")
     scheduler = vllm_config.scheduler_config.scheduler_cls
+    if scheduler is None or str(scheduler).startswith("vllm_kvselect."):
+        return []
+    return [
+        f"scheduler_cls = {scheduler!r} replaces the scheduler that decode_budget needs; leave one "
+        "of them out"
+    ]
+
+
+def _prefill_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    """What stands against sparse prefills."""
+    if not eviction.may_prefill_sparsely:
+        return []
+    scheduling, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    size, block, problems = eviction.prefill_segment, eviction.prefill_block, []
+    if block % cache.block_size:
+        problems.append(
+            f"prefill_block = {block} is no multiple of the cache's block_size = "
+            f"{cache.block_size}; make it one"
+        )
+    speculative = vllm_config.speculative_config
+    per_step = 1 + (speculative.num_speculative_tokens if speculative else 0)
+    least = size + per_step * (scheduling.max_num_seqs - 1)
+    if scheduling.max_num_batched_tokens < least:
+        problems.append(
+            f"a segment of prefill_segment = {size} tokens is computed in one step, beside up to "
+            f"{scheduling.max_num_seqs - 1} requests that generate: set --max-num-batched-tokens "
+            f"to at least {least}, lower --max-num-seqs, or choose smaller segments"
+        )
+    if 0 < scheduling.long_prefill_token_threshold < size:
+        problems.append(
+            f"--long-prefill-token-threshold {scheduling.long_prefill_token_threshold} is less "
+            f"than a segment of prefill_segment = {size} tokens; raise it, or choose smaller ones"
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        problems.append(
+            "prefill = 'critiprefill' smooths over layers, which pipeline parallelism puts into "
+            "different processes; leave one of them out"
+        )
+    scheduler = scheduling.scheduler_cls
     if scheduler is not None and not str(scheduler).startswith("vllm_kvselect."):
         problems.append(
-            f"scheduler_cls = {scheduler!r} replaces the scheduler that decode_budget needs; leave "
-            "one of them out"
+            f"scheduler_cls = {scheduler!r} replaces the scheduler that prefill = 'critiprefill' "
+            "needs; leave one of them out"
         )
     return problems
 

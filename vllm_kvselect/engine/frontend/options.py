@@ -1,4 +1,4 @@
-"""The `--kv-eviction*` options of vLLM's command line."""
+"""The `--kv-eviction*` and `--kv-prefill*` options of vLLM's command line."""
 
 import argparse
 from typing import Any
@@ -15,6 +15,9 @@ _FIELDS = (
     "window",
     "alpha",
     "probe",
+    "prefill",
+    "prefill_budget",
+    "prefill_dense_until",
     "allow_override",
     "check_integrity",
 )
@@ -122,6 +125,36 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help=_help(
             "YAML file with these and further settings; options on the command line win.",
             "no file",
+        ),
+    )
+    _add_prefill_args(group)
+
+
+def _add_prefill_args(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--kv-prefill",
+        dest="kv_eviction_prefill",
+        type=lambda text: _field("prefill", text),
+        metavar="dense|critiprefill",
+        help=_help(
+            "What the tokens of long prompts read: all tokens before them, or critical blocks.",
+            _DEFAULTS.prefill,
+        ),
+    )
+    group.add_argument(
+        "--kv-prefill-budget",
+        dest="kv_eviction_prefill_budget",
+        type=lambda text: _field("prefill_budget", _number(text)),
+        metavar="TOKENS",
+        help=_help("Tokens in these blocks.", _DEFAULTS.prefill_budget),
+    )
+    group.add_argument(
+        "--kv-prefill-dense-until",
+        dest="kv_eviction_prefill_dense_until",
+        type=lambda text: _field("prefill_dense_until", _number(text)),
+        metavar="TOKENS",
+        help=_help(
+            "First tokens of a prompt that read all before them.", _DEFAULTS.prefill_dense_until
         ),
     )
 

@@ -34,6 +34,7 @@ def describe(vllm_config: VllmConfig, eviction: EvictionConfig) -> str:
     choice = ""
     if eviction.allow_override:
         choice = f"; requests may choose their {' and '.join(eviction.allow_override)}"
+    choice = prefill_note(eviction) + choice
     if not eviction.enabled:
         return f"KV eviction none: retains everything{choice}"
     num_tokens = vllm_config.model_config.max_model_len
@@ -55,12 +56,25 @@ def describe(vllm_config: VllmConfig, eviction: EvictionConfig) -> str:
     )
 
 
+def prefill_note(eviction: EvictionConfig) -> str:
+    """What a server says of its prefill, where that is sparse."""
+    if eviction.prefill == "dense":
+        return ""
+    read = f"{eviction.prefill_budget} tokens"
+    if eviction.prefill_coverage:
+        read = f"blocks with {eviction.prefill_coverage:.0%} of the estimated attention"
+    return (
+        f"; prefills sparsely by {eviction.prefill}: from token {eviction.prefill_dense_until} on, "
+        f"segments of {eviction.prefill_segment} tokens read {read} before them"
+    )
+
+
 def why_nothing_is_dropped(vllm_config: VllmConfig, eviction: EvictionConfig) -> str | None:
     """Says why no prompt can ever be long enough for the budget, and what to do; None if one can.
 
     Where requests may choose their budget, one of them can.
     """
-    if "budget" in eviction.allow_override:
+    if "budget" in eviction.allow_override or not eviction.may_evict:
         return None
     # With the method 'none' as default, requests may choose one that evicts, by this budget.
     evicting = eviction if eviction.enabled else eviction.model_copy(update={"method": "snapkv"})

@@ -14,7 +14,9 @@ from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.scheduler.contexts import ContextNames, Held
+from vllm_kvselect.engine.scheduler.sparse_names import sparse_names
 from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.prefilling.segments import Segments, sparse_segments
 from vllm_kvselect.request import planned_config
 from vllm_kvselect.retention import Cuts, cuts
 from vllm_kvselect.turns import with_context
@@ -30,11 +32,13 @@ class Planned(NamedTuple):
         request: The request.
         eviction: Its own configuration.
         cuts: Its cuts.
+        segments: The segments of its prompt that are prefilled sparsely, or None.
     """
 
     request: Request
     eviction: EvictionConfig
     cuts: Cuts
+    segments: Segments | None = None
 
     @property
     def has_context(self) -> bool:
@@ -69,6 +73,25 @@ class PlannedManager(SingleTypeKVCacheManager):
         """
         return self._planned_of(request).cuts
 
+    def segments_of(self, request: Request) -> Segments | None:
+        """The segments of the request that are prefilled sparsely, the same as in the workers."""
+        return self._planned_of(request).segments
+
+    def name_blocks(self, request: Request) -> None:
+        """Renames the blocks that a sparse prefill computes; called once, before it is scheduled.
+
+        Args:
+            request: A new request.
+        """
+        planned = self._planned_of(request)
+        if planned.segments is not None and request.block_hashes:
+            request.block_hashes = sparse_names(
+                request.block_hashes,
+                self.block_pool.hash_block_size,
+                planned.segments,
+                planned.eviction,
+            )
+
     def _planned_of(self, request: Request) -> Planned:
         """The request's configuration and cuts, remembered until its blocks are given back."""
         known = self._planned.get(request.request_id)
@@ -79,7 +102,8 @@ class PlannedManager(SingleTypeKVCacheManager):
             request_cuts = cuts(
                 request.num_prompt_tokens, self.block_size, eviction, request.max_tokens
             )
-            known = Planned(request, eviction, request_cuts)
+            segments = sparse_segments(request.num_prompt_tokens, request_cuts, eviction)
+            known = Planned(request, eviction, request_cuts, segments)
             self._planned[request.request_id] = known
         return known
 
@@ -135,13 +159,16 @@ class PlannedManager(SingleTypeKVCacheManager):
         preempt their request in the same step, and leaves hashes that find whatever is in there.
         """
         planned = self._planned.pop(request_id, None)
-        blocks = super().pop_blocks_for_free(request_id)
+        # From 0.33 on vLLM returns them without the null blocks that stand before.
+        table = self.req_to_blocks.get(request_id, [])
         num_computed = (self._num_hashed_before or {}).pop(request_id, None)
         if num_computed is not None:
-            # Private blocks are hashed, if at all, by `ContextNames`, which waits for the step.
-            end = planned.cuts.first_private if planned and planned.cuts else len(blocks)
-            self.block_pool.evict_blocks({block.block_id for block in blocks[num_computed:end]})
-        return blocks
+            end = len(table)
+            if planned and planned.cuts:
+                # Others are hashed, if at all, by `ContextNames`, which waits for the step.
+                end = self._num_hashable(planned.cuts) // self.block_size
+            self.block_pool.evict_blocks({block.block_id for block in table[num_computed:end]})
+        return super().pop_blocks_for_free(request_id)
 
 
 class HeadwiseManager(PlannedManager, FullAttentionManager):
@@ -242,6 +269,16 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         if METHODS[planned.eviction.method].whole_prompt:
             return 0
         return planned.cuts.first_private * self.block_size
+
+    def num_usable(self, request: Request, num_found: int) -> int:
+        """How many of the tokens that the prefix cache has are of use: no half of a segment.
+
+        Args:
+            request: The request about to be scheduled.
+            num_found: Tokens found.
+        """
+        segments = self.segments_of(request)
+        return segments.last_border(num_found) if segments else num_found
 
     def remove_skipped_blocks(
         self,

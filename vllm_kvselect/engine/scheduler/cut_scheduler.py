@@ -7,6 +7,9 @@ layer. So the chunk ends at the cut, and the rest comes in the next step.
 Rounds: what a request generates up to one is computed before it, and the rest after it. So no chunk
 runs past a round: neither that of a request that resumes, nor one with drafts.
 
+Sparse prefills: a segment is computed in one step. So a chunk that would end inside one ends before
+it, and a request whose next segment does not fit into a step waits.
+
 Marked contexts: requests that come with the same one at once would all compress it. The first one
 does; the others wait until they can read what it made.
 
@@ -29,9 +32,17 @@ from vllm_kvselect.engine.scheduler.block_manager import (
 
 
 class CutScheduler(Scheduler):
-    """vLLM's scheduler for everybody but pooled requests, rounds and those that mark a context."""
+    """vLLM's scheduler, for requests whose chunks or whose turn are ours to decide."""
 
     _reported = ContextReport(0, 0)
+
+    def add_request(self, request: Request) -> None:
+        """Takes a new request; blocks that are computed sparsely get names of their own."""
+        if request.request_id not in self.requests:
+            for manager in self.kv_cache_manager.coordinator.single_type_managers:
+                if isinstance(manager, HeadwiseManager):
+                    manager.name_blocks(request)
+        super().add_request(request)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -44,10 +55,13 @@ class CutScheduler(Scheduler):
         first = num_computed_tokens
         if not manager.is_pooled(request):  # only rounds matter
             first = max(first, request.num_prompt_tokens)
+        end = num_computed_tokens + num_new_tokens
         cut = manager.cuts_of(request).next_after(first)
-        if cut is None:
-            return num_new_tokens
-        return min(num_new_tokens, cut.position - num_computed_tokens)
+        if cut is not None:
+            end = min(end, cut.position)
+        if segments := manager.segments_of(request):
+            end = segments.last_border(end)
+        return max(0, end - num_computed_tokens)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM's answer to whether a waiting request may be scheduled now."""

@@ -11,8 +11,14 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager, WindowManager
+
+OTHER_OPTIONS = (
+    "the nodes were started with different --kv-eviction and --kv-prefill options; give every node "
+    "the same"
+)
+"""Why nodes are refused that do not plan alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +33,16 @@ class HeadwiseSpec(FullAttentionSpec):
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
-        """Merges the layers of a group as vLLM does, keeping the one configuration they share."""
-        return replace_as(FullAttentionSpec.merge(specs), cls, eviction=specs[0].eviction)
+        """Merges the layers of a group as vLLM does, keeping the one configuration they share.
+
+        Raises:
+            ConfigError: If they do not share one: each node is started with options of its own.
+        """
+        merged = FullAttentionSpec.merge(specs)  # vLLM asserts that they are full attention at all
+        kinds = {getattr(spec, "eviction", None) for spec in specs}
+        if kinds != {specs[0].eviction}:
+            raise ConfigError(OTHER_OPTIONS)
+        return replace_as(merged, cls, eviction=specs[0].eviction)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.memory import refuse_scattered_layers
 from vllm_kvselect.engine.step.request import RequestsOf
 from vllm_kvselect.engine.step.rounds import Rounds
-from vllm_kvselect.engine.step.split import Splitter, StockPart
+from vllm_kvselect.engine.step.split import Splitter
 from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
 
@@ -81,9 +81,8 @@ class HeadwiseBuilder(ABC):
         split = self._splitter.split(common_attn_metadata) if self._splitter else None
         if split is None:
             return self._build_stock(common_prefix_len, common_attn_metadata, fast_build)
-        for part in split.before:
-            if isinstance(part, StockPart):
-                part.metadata = self._build_stock(common_prefix_len, part.common, fast_build)
+        for part in split.stock_parts:
+            part.metadata = self._build_stock(common_prefix_len, part.common, fast_build)
         return split
 
     def _build_stock(

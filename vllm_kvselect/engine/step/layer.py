@@ -12,7 +12,8 @@ from vllm.v1.attention.backend import AttentionLayer
 
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.step.packing import Packing
-from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
+from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
+from vllm_kvselect.engine.step.sparse import SparseBatch, joined
 from vllm_kvselect.engine.step.split import Completion, Observation, Part, Split, StockPart
 from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
@@ -101,7 +102,7 @@ class HeadwiseImpl(ABC):
         split, tensors = attn_metadata, (query, key, value)
         if split.seen is not None:
             split.seen.see(self.layer_index, self._scored_queries(query))
-        for part in split.before:
+        for part in split.before_in(self.layer_index):
             self._forward_part(layer, *tensors, kv_cache, part, output)
         if split.observations or split.completions:
             with self._state.stopwatch:
@@ -126,8 +127,11 @@ class HeadwiseImpl(ABC):
         """Attention of the tokens of a part, by the call that computes them."""
         if isinstance(part, StockPart):
             self._forward_stock(layer, query, key, value, kv_cache, part, output)
+        elif isinstance(part, HeadwiseBatch):
+            self._forward_sequences(layer, query, part, self._table(part), output)
         else:
-            self._forward_headwise(layer, query, part, output)
+            table = self._sparse_table(query, key, value, part)
+            self._forward_sequences(layer, query, part, table, output)
 
     def _forward_stock(
         self,
@@ -149,19 +153,36 @@ class HeadwiseImpl(ABC):
         if not isinstance(tokens, slice):
             output[tokens] = attended
 
-    def _forward_headwise(
+    def _sparse_table(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: SparseBatch
+    ) -> PageTable:
+        """Pages that the sparse segments read in this layer."""
+        with self._state.estimate_stopwatch:
+            tables = [
+                row.table(
+                    self._scored_queries(query[row.tokens]),
+                    self._at_hand(key, value, row.chunk),
+                    self._score_scale,
+                    self,
+                )
+                for row in batch.rows
+            ]
+            return joined(tables)
+
+    def _forward_sequences(
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        batch: HeadwiseBatch,
+        batch: OneHeadBatch,
+        table: PageTable,
         output: torch.Tensor,
     ) -> None:
-        """Attention of the tokens past their prompts over the retained entries and the tail."""
+        """Attention of tokens over the pages of single heads."""
         # [num_tokens, num_heads, head_size], or heads and their elements flattened in the output.
         by_head = (len(query), self.num_kv_heads, self.num_queries_per_kv, self.head_size)
         # Fails if it cannot be a view: what is written has to arrive.
         query, output = query.view(by_head), output.view(by_head)
-        for call in batch.calls(self._table(batch), self.num_kv_heads, self.sinks):
+        for call in batch.calls(table, self.num_kv_heads, self.sinks):
             attended = call.take(output)
             self._attend(layer, call.take(query), batch, call, attended)
             call.put(attended, output)
@@ -175,7 +196,7 @@ class HeadwiseImpl(ABC):
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        batch: HeadwiseBatch,
+        batch: OneHeadBatch,
         call: Call,
         output: torch.Tensor,
     ) -> None:
@@ -190,7 +211,7 @@ class HeadwiseImpl(ABC):
         """
 
     @abstractmethod
-    def _read_keys(self, pages: torch.Tensor) -> torch.Tensor:
+    def read_keys(self, pages: torch.Tensor) -> torch.Tensor:
         """Keys of whole pages in token order, `[num_kv_heads, n, head_size]`."""
 
     @abstractmethod
@@ -199,7 +220,7 @@ class HeadwiseImpl(ABC):
 
     def _read(self, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys up to the cut, values at least of what competes, `[num_kv_heads, n, head_size]`."""
-        return self._read_keys(packing.pages), self.read_values(packing.competing_pages)
+        return self.read_keys(packing.pages), self.read_values(packing.competing_pages)
 
     @abstractmethod
     def move_slots(self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
@@ -237,7 +258,7 @@ class HeadwiseImpl(ABC):
             if at_hand is not None:
                 return at_hand[0]
         pages = head_pages(observation.blocks, self.num_kv_heads)
-        return self._read_keys(pages)[:, : observation.end]
+        return self.read_keys(pages)[:, : observation.end]
 
     def inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> ScoringInputs:
         """What scorers may read of this layer."""

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from vllm_kvselect.engine.step.memory import all_layers
+from vllm_kvselect.engine.step.received import Received
 from vllm_kvselect.engine.step.request import Phase, Request
 from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
@@ -16,7 +17,14 @@ from vllm_kvselect.methods.choice import (
     retain_pool,
     score_layer,
 )
-from vllm_kvselect.paging.compaction import head_pages, packed_slots, pool_slots, retained_slots
+from vllm_kvselect.paging.compaction import (
+    head_pages,
+    packed_slots,
+    pool_slots,
+    retained_slots,
+    through_layers,
+)
+from vllm_kvselect.scoring.h2o import AttentionSums
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting.ranking import Candidates
@@ -81,6 +89,8 @@ class Packing:
         self._state = state
         self._kept = KeptCandidates(state.num_layers) if waits or self.is_pooled else None
         self._waiting: list[tuple[PackingLayer, Candidates]] = []
+        self._sums: torch.Tensor | None = None
+        self._retained: list[torch.Tensor] = []
 
     @cached_property
     def pages(self) -> torch.Tensor:
@@ -120,6 +130,9 @@ class Packing:
         if self._kept is not None:
             candidates = self._kept.keep(layer.layer_index, candidates)
         if self._is_last(layer):
+            if self.request.has_sums:
+                assert isinstance(observer, AttentionSums)
+                self._sums = observer.sums
             self.request.phase, self.request.observer = Phase.SCORED, None
         if self.waits:
             self._waiting.append((layer, candidates))
@@ -149,14 +162,23 @@ class Packing:
         """
         if not self.is_pooled:
             retention = self.choose(layer, candidates, value)
+            if self.request.has_sums:
+                self._retained.append(retention.retained)
             layer.move_entries(retention.retained, self)
             offsets = retention.offsets + layer.layer_index * retention.offsets[-1]
             self._state.store(self.first_packed_block, offsets, layer.layer_index)
         elif self._is_last(layer):
             self._finish_pool(layer)
         if self._is_last(layer):
+            if self._sums is not None:
+                retained = through_layers(
+                    self._retained, self._state.num_kv_heads * self.num_competing
+                )
+                self.request.received = Received.after_cut(
+                    self.cut.position, self._sums, self.num_competing, retained
+                )
             self.request.phase, self.request.packing = Phase.PACKED, None
-            self._state.complete(self.request)
+            self._state.complete(self.request, self.first_packed_block)
 
     def choose(
         self, layer: PackingLayer, candidates: Candidates, value: torch.Tensor | None

@@ -33,7 +33,11 @@ class SettledRows:
     offsets: torch.Tensor | None = None
 
     def page_table(
-        self, offsets: torch.Tensor, block_size: int, layers: slice = slice(None)
+        self,
+        offsets: torch.Tensor,
+        block_size: int,
+        layers: slice = slice(None),
+        width: int | None = None,
     ) -> PageTable:
         """Page tables of some layers, from the offsets of all.
 
@@ -41,7 +45,14 @@ class SettledRows:
             offsets: `[num_blocks, num_layers, num_kv_heads + 1]`, as the state has them.
             block_size: Tokens per block.
             layers: Which layers.
+            width: Pages of the longest sequence; None where it may be read back.
         """
+        out = None
+        if width is not None:
+            num_layers, num_offsets = offsets[0, layers].shape
+            shape = (num_layers, len(self.seq_lens) * (num_offsets - 1))
+            pages = offsets.new_zeros(*shape, width, dtype=torch.int32)
+            out = PageTable(pages, offsets.new_zeros(shape, dtype=torch.int32))
         return headwise_page_table(
             self.block_table,
             self.seq_lens,
@@ -51,6 +62,7 @@ class SettledRows:
             block_size,
             len(offsets),
             layers.start or 0,
+            out,
         )
 
     def has_pages_of(self, other: "SettledRows", block_size: int) -> bool:

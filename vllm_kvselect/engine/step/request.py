@@ -11,10 +11,15 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.step.arriving import Arriving
+from vllm_kvselect.engine.step.key_blocks import SparsePrefill
+from vllm_kvselect.engine.step.received import Received
 from vllm_kvselect.engine.step.seen_queries import SeenQuery
 from vllm_kvselect.methods.registry import METHODS, Method
+from vllm_kvselect.prefilling.segments import Segments, sparse_segments
 from vllm_kvselect.request import planned_config
 from vllm_kvselect.retention import Cut, Cuts, cuts
+from vllm_kvselect.scoring.h2o import AttentionSums
 from vllm_kvselect.scoring.observer import Observer
 from vllm_kvselect.turns import with_context
 
@@ -52,12 +57,17 @@ class Request:
         is_counted: Whether it was reported already; a preempted request is packed again.
         num_found: Tokens of it that came with a compressed context, 0 if it found none.
         observer: What has seen its tokens so far; None before the first chunk and once scored.
+        received: What its entries have received from queries so far, if rounds add that up; None
+            before its prompt is complete.
         packing: The cut that is being made; None before it is reached and once it is made.
+        longest_run: The most packed pages that a head of a layer has; None before the first cut.
         num_kept: Entries of the prompt that rounds leave alone, `[num_layers, num_kv_heads]`; None
             before the first round, and if they compete.
         seen: Where the queries are kept that the next round looks through, by position.
         last_counted_round: Position of the last round that was reported: a preempted request makes
             its rounds again.
+        segments: The segments of its prompt that are prefilled sparsely, or None.
+        sparse: What is kept for them while they are prefilled.
     """
 
     num_prompt_tokens: int
@@ -70,9 +80,13 @@ class Request:
     num_found: int = 0
     observer: Observer | None = None
     packing: PendingCut | None = None
+    received: Received | None = None
+    longest_run: Arriving | None = None
     num_kept: torch.Tensor | None = None
     seen: dict[int, SeenQuery] = field(default_factory=dict)
     last_counted_round: int = 0
+    segments: Segments | None = None
+    sparse: SparsePrefill | None = None
 
     @classmethod
     def planned(
@@ -84,7 +98,9 @@ class Request:
     ) -> Self:
         """Computes where a request drops entries."""
         planned = cuts(num_prompt_tokens, block_size, eviction, max_tokens)
-        return cls(num_prompt_tokens, eviction, planned, planned.last_made(num_prompt_tokens))
+        segments = sparse_segments(num_prompt_tokens, planned, eviction)
+        last = planned.last_made(num_prompt_tokens)
+        return cls(num_prompt_tokens, eviction, planned, last, segments=segments)
 
     @property
     def due_round(self) -> Cut | None:
@@ -98,6 +114,36 @@ class Request:
     def next_round(self) -> Cut | None:
         """The round after the step at hand, if there is one."""
         return self.cuts.next_after(max(self.num_computed, self.num_prompt_tokens))
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether its rounds need what its entries have received from all queries."""
+        return self.method.cumulative and self.cuts[-1].position > self.num_prompt_tokens
+
+    @property
+    def num_observed(self) -> int:
+        """Tokens at its beginning that its observer has to see: up to its cut, or its prompt's."""
+        if self.cut is not None:
+            return self.cut.position
+        return self.num_prompt_tokens if self.cuts and self.has_sums else 0
+
+    def first_seen(self, cut: Cut) -> int:
+        """The first position whose queries the round at a cut looks through."""
+        if not self.has_sums:
+            return cut.position - self.eviction.window
+        return self.num_prompt_tokens if self.received is None else self.received.position
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether as many queries wait to be added up as other methods keep."""
+        return len(self.seen) >= self.eviction.window and self.has_sums and self.due_round is None
+
+    def take_received(self) -> Received:
+        """What its entries have received; of a prompt of which nothing was dropped, for good."""
+        if self.received is None:
+            assert isinstance(self.observer, AttentionSums)
+            self.received, self.observer = Received.of_prompt(self.observer.sums), None
+        return self.received
 
     def make_round(self, cut: Cut) -> None:
         """Takes note of a round."""
@@ -123,7 +169,8 @@ class Request:
     def begin_again(self) -> None:
         """Forgets what was computed: its blocks are gone, and it is prefilled anew."""
         self.phase, self.observer, self.packing = Phase.PREFILLING, None, None
-        self.cut = self.cuts.last_made(self.num_prompt_tokens)
+        self.cut, self.sparse = self.cuts.last_made(self.num_prompt_tokens), None
+        self.longest_run = self.received = None
         self.seen.clear()
 
     def begin_at(self, num_computed: int) -> None:
@@ -136,9 +183,8 @@ class Request:
     def observed_by(self, num_layers: int) -> Observer:
         """Its observer, made when its first chunk comes."""
         if self.observer is None:
-            assert self.cut is not None
             make = self.method.observer_class
-            self.observer = make(self.cut.position, num_layers, self.eviction)
+            self.observer = make(self.num_observed, num_layers, self.eviction)
         return self.observer
 
 
@@ -173,7 +219,7 @@ class LiveRequests:
         return self._requests.get(request_id, unknown) if request_id is not None else unknown
 
     def prefilling(self, scheduled: SchedulerOutput) -> bool:
-        """Whether a step computes tokens before the cut of a request that drops entries.
+        """Whether a step computes tokens that the observer of a request has to see.
 
         Args:
             scheduled: The scheduler's message, which `update` has seen.
@@ -182,7 +228,7 @@ class LiveRequests:
         computed = [(new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
         computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         return any(
-            request.cut is not None and num_computed < request.cut.position
+            num_computed < request.num_observed
             for request_id, num_computed in computed
             if (request := self._requests.get(request_id)) is not None
         )

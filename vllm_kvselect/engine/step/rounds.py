@@ -9,22 +9,27 @@ from dataclasses import replace
 from math import ceil
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_kvselect.engine.step.arriving import Arriving
 from vllm_kvselect.engine.step.memory import all_layers
 from vllm_kvselect.engine.step.page_tables import SettledRows
+from vllm_kvselect.engine.step.received import Received
 from vllm_kvselect.engine.step.request import Request
 from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.methods.choice import Retention, retain, retain_pool, score_layer
-from vllm_kvselect.paging.compaction import pool_slots
+from vllm_kvselect.paging.compaction import pool_slots, through_layers
 from vllm_kvselect.retention import Cut
+from vllm_kvselect.scoring.h2o import accumulate
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.selecting.ranking import Candidates
 
 
 class RoundLayer(Protocol):
-    """What a round needs of a layer; the CPU backend's impl is one.
+    """What a round needs of a layer; the backends' impls are.
 
     Attributes:
         layer_index: The layer's place in the group.
@@ -71,7 +76,7 @@ class Held(NamedTuple):
 
 
 class Rounds:
-    """Makes rounds, in all layers of a group.
+    """Makes rounds, in all layers of a group. Nothing here waits for a device.
 
     Args:
         layers: The layers, in order.
@@ -85,43 +90,69 @@ class Rounds:
         self._layers, self._state, self._block_size = layers, state, block_size
 
     def make(self, request: Request, block_ids: torch.Tensor) -> None:
-        """Makes the round of a request that is due.
+        """Makes the round of a request that is due, or adds up what a later one needs.
 
         Args:
             request: The request.
             block_ids: Its block table, `[max_num_blocks]`.
         """
-        cut = request.due_round
-        assert cut is not None
         with self._state.stopwatch:
-            blocks = block_ids[: cut.tail_start + 1].to(torch.int64)
-            held = self._held(request.cut, cut, block_ids)
-            is_first = request.cut is None or request.cut.position <= request.num_prompt_tokens
-            if request.eviction.keep_prompt and is_first:
-                request.num_kept = self._of_prompt(request.num_prompt_tokens, cut, held)
-            retentions = self._choose(request, cut, held)
-            self._move(cut, held, blocks, [retention.retained for retention in retentions])
-            offsets = self._offsets(retentions)
-            self._state.store(int(blocks[cut.first_packed]), offsets)
-        self._state.complete_round(request, cut)
+            if (cut := request.due_round) is not None:
+                self._make(request, cut, block_ids)
+            else:
+                self._catch_up(request, block_ids)
 
-    def _held(self, last: Cut | None, cut: Cut, block_ids: torch.Tensor) -> Held:
+    def _make(self, request: Request, cut: Cut, block_ids: torch.Tensor) -> None:
+        blocks = block_ids[: cut.tail_start + 1].to(torch.int64)
+        first_packed_block = blocks[cut.first_packed : cut.first_packed + 1]
+        held = self._held(request.cut, cut, block_ids, request.longest_run)
+        is_first = request.cut is None or request.cut.position <= request.num_prompt_tokens
+        if request.eviction.keep_prompt and is_first:
+            request.num_kept = self._of_prompt(request.num_prompt_tokens, cut, held)
+        sums = self._received(request, cut.position, held) if request.has_sums else None
+        retentions = self._choose(request, cut, held, sums)
+        per_layer = self._state.num_kv_heads * held.num_competing
+        retained = through_layers([each.retained for each in retentions], per_layer)
+        self._move(cut, held, blocks, retained)
+        if sums is not None:
+            competing = held.num_competing
+            request.received = Received.after_cut(cut.position, sums, competing, retained)
+        self._state.store(first_packed_block, self._offsets(retentions))
+        self._state.complete_round(request, cut, first_packed_block)
+
+    def _catch_up(self, request: Request, block_ids: torch.Tensor) -> None:
+        """Adds up what entries have received since the last time, so that no queries pile up."""
+        last, position = request.cut, request.num_computed
+        now = replace(last, position=position) if last else Cut(position, 0, 0, 0)
+        held = self._held(last, now, block_ids, request.longest_run)
+        sums = self._received(request, position, held)
+        queries = self._queries(request, position)
+        for index, layer in enumerate(self._layers):
+            sums[index] += self._attention(layer, queries[index], held)
+        # The tail begins where it began: what competes are the packed entries.
+        packed = held.num_competing, held.num_absent
+        request.received = request.take_received().after_more(position, sums, *packed)
+        request.seen.clear()
+
+    def _held(
+        self, last: Cut | None, cut: Cut, block_ids: torch.Tensor, longest_run: Arriving | None
+    ) -> Held:
         """Where the request's entries are: everything if nothing was dropped before."""
         first_packed, tail_start = (last.first_packed, last.tail_start) if last else (0, 0)
-        # Block 0 has no packed pages.
-        key = block_ids[first_packed] if last else block_ids.new_zeros(())
-        row = SettledRows(
-            block_table=block_ids[None],
-            seq_lens=torch.tensor([cut.position]),
-            first_packed=torch.tensor([first_packed]),
-            tail_start=torch.tensor([tail_start]),
-            first_packed_blocks=key[None].to(torch.int64),
-        )
-        pages, lengths = row.page_table(self._state.offsets, self._block_size)
+        key = block_ids[first_packed : first_packed + 1].to(torch.int64)
+        if not last:
+            key = torch.zeros_like(key)  # block 0 has no packed pages
+        num_columns = ceil(cut.position / self._block_size) - tail_start
+        if last:
+            assert longest_run is not None
+            num_columns += int(longest_run)
+        integers = np.array([cut.position, first_packed, tail_start], dtype=np.int32)
+        position, first, tail = async_tensor_h2d(integers, block_ids.device).split(1)
+        row = SettledRows(block_ids[None], position, first, tail, key)
+        pages, lengths = row.page_table(self._state.offsets, self._block_size, width=num_columns)
         num_pages = -(-lengths.to(torch.int64) // self._block_size)
-        num_columns = pages.shape[2]
         num_missing = num_columns - num_pages
-        columns = torch.arange(num_columns) - num_missing[..., None]
+        columns = torch.arange(num_columns, device=pages.device) - num_missing[..., None]
         aligned = pages.to(torch.int64).gather(2, columns.clamp(min=0))
         aligned.masked_fill_(columns < 0, 0)
         unfilled = -cut.position % self._block_size
@@ -139,22 +170,54 @@ class Rounds:
         end = (ceil(held.num_entries / size) - num_blocks_behind) * size
         return end - held.num_absent
 
-    def _choose(self, request: Request, cut: Cut, held: Held) -> list[Retention]:
-        """What is retained: of each layer, or of all together."""
+    def _received(self, request: Request, position: int, held: Held) -> torch.Tensor:
+        """What entries have received so far, in columns, `[num_layers, num_kv_heads, num_entries]`.
+
+        Nothing yet of the queries that are still to be added up.
+        """
+        begin = request.cut.tail_start * self._block_size if request.cut else 0
+        num_packed = held.num_entries - (position - begin)
+        return request.take_received().in_columns(held.num_entries, num_packed, held.num_absent)
+
+    @staticmethod
+    def _queries(request: Request, position: int) -> torch.Tensor:
+        """What is looked through at a position, `[num_layers, n, num_heads, head_size]`."""
+        if request.has_sums:
+            first = request.take_received().position
+        else:
+            first = position - request.eviction.window
+        seen = (request.seen[place] for place in range(first, position))
+        return torch.stack([step.of_token(place) for step, place in seen], dim=1)
+
+    def _choose(
+        self, request: Request, cut: Cut, held: Held, sums: torch.Tensor | None
+    ) -> list[Retention]:
+        """What is retained: of each layer, or of all together.
+
+        Adds to `sums`, if there are any, what entries have received since.
+        """
         eviction, sizes = request.eviction, (cut.num_packed, self._block_size)
-        window = range(cut.position - eviction.window, cut.position)
-        seen = (request.seen[position] for position in window)
-        # [num_layers, window, num_heads, head_size]
-        queries = torch.stack([step.of_token(place) for step, place in seen], dim=1)
+        queries = self._queries(request, cut.position)
+
+        def inputs(index: int, layer: RoundLayer) -> ScoringInputs:
+            read = self._inputs(layer, queries[index], held, request.num_kept)
+            if sums is None:
+                return read
+            sums[index] += accumulate(read)
+            return replace(read, received=sums[index])
+
         layers = (  # one by one: a layer's entries are read as they are needed
-            (layer.kernels, self._inputs(layer, queries[index], held, request.num_kept))
-            for index, layer in enumerate(self._layers)
+            (layer.kernels, inputs(index, layer)) for index, layer in enumerate(self._layers)
         )
         if request.method.pooled:
             scored = [score_layer(inputs, eviction, kernels) for kernels, inputs in layers]
             kernels = self._layers[0].kernels
             return [retain_pool(Candidates.stack(scored), *sizes, eviction, kernels)]
         return [retain(inputs, *sizes, eviction, kernels) for kernels, inputs in layers]
+
+    def _attention(self, layer: RoundLayer, query: torch.Tensor, held: Held) -> torch.Tensor:
+        """Attention that all entries of a layer receive from queries, `[num_kv_heads, n]`."""
+        return accumulate(self._inputs(layer, query, held, None))
 
     @staticmethod
     def _inputs(
@@ -167,14 +230,10 @@ class Rounds:
         kept = None if num_kept is None else num_kept[index]
         return replace(inputs, num_absent=held.num_absent[index], num_kept=kept)
 
-    def _move(
-        self, cut: Cut, held: Held, blocks: torch.Tensor, retained: Sequence[torch.Tensor]
-    ) -> None:
+    def _move(self, cut: Cut, held: Held, blocks: torch.Tensor, retained: torch.Tensor) -> None:
         """Moves what all layers retain, each alone or all together, into the packed blocks."""
         num_layers, num_kv_heads, _ = held.pages.shape
-        per_layer = num_kv_heads * held.num_competing
-        flat = torch.cat([part + index * per_layer for index, part in enumerate(retained)])
-        owner, column = flat // held.num_competing, flat % held.num_competing
+        owner, column = retained // held.num_competing, retained % held.num_competing
         page = held.pages.flatten(0, 1)[owner, column // self._block_size]
         sources = page * self._block_size + column % self._block_size
         layer = self._layers[0]

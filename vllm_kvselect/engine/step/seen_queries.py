@@ -1,8 +1,15 @@
 """Queries of a step that are kept: rounds look through them later."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
+
+
+class Sees(Protocol):
+    """What is shown a step's queries."""
+
+    def see(self, layer_index: int, query: torch.Tensor) -> None:
+        """Keeps the queries of a layer, `[num_tokens, num_heads, head_size]`."""
 
 
 class SeenQueries:
@@ -30,6 +37,10 @@ class SeenQueries:
         if self._queries is None:
             self._queries = kept.new_empty(self._num_layers, *kept.shape)
         self._queries[layer_index] = kept
+
+    def take(self, queries: torch.Tensor) -> None:
+        """Keeps them from the queries of all layers, `[num_layers, num_tokens, ...]`."""
+        self._queries = queries[:, self._tokens].clone()
 
     def of_token(self, place: int) -> torch.Tensor:
         """Queries of one of the tokens, in their order, `[num_layers, num_heads, head_size]`."""

@@ -1,7 +1,7 @@
 """Tokens past their prompts as sequences of a one-head cache, and the calls that attend to them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -54,18 +54,15 @@ class Call(NamedTuple):
 
 
 @dataclass
-class HeadwiseBatch:
-    """Tokens past their prompts, as sequences of a one-head cache, one per (row, KV head).
+class OneHeadBatch:
+    """Tokens of a batch as sequences of a one-head cache.
 
     Attributes:
         tokens: The tokens, row by row.
         pairs: Their (token, KV head) pairs, sequence by sequence, as in `Call`.
-        query_start_loc: `[num_rows * num_kv_heads + 1]` int32.
+        query_start_loc: Where the sequences' queries start, `[num_sequences + 1]` int32.
         max_query_len: Most queries of a sequence.
         max_seq_len: Upper bound on its entries.
-        rows: The rows they belong to.
-        table: Page tables of all layers, or None where they are built layer by layer: on a device,
-            or if a row's pages are only known after this step's selection.
         num_splits: Most parts into which the kernel may cut a sequence; 0 leaves it to the kernel.
     """
 
@@ -74,15 +71,7 @@ class HeadwiseBatch:
     query_start_loc: torch.Tensor
     max_query_len: int
     max_seq_len: int
-    rows: SettledRows
-    table: PageTable | None
-    num_splits: int = 0
-
-    @cached_property
-    def by_layer(self) -> list[PageTable]:
-        """The page tables of all layers one by one; `table` must be there."""
-        assert self.table is not None
-        return [PageTable(*layer) for layer in zip(*map(torch.unbind, self.table), strict=True)]
+    num_splits: int = field(default=0, kw_only=True)
 
     def calls(
         self, table: PageTable, num_kv_heads: int, sinks: torch.Tensor | None
@@ -105,6 +94,26 @@ class HeadwiseBatch:
             # Kernels take rows of pages at any distance, but lengths side by side.
             part = PageTable(pages, seq_lens.contiguous())
             yield Call((self.tokens, head), starts, part, of_head)
+
+
+@dataclass
+class HeadwiseBatch(OneHeadBatch):
+    """Tokens past their prompts, one sequence per (row, KV head).
+
+    Attributes:
+        rows: The rows they belong to.
+        table: Page tables of all layers, or None where they are built layer by layer: on a device,
+            or if a row's pages are only known after this step's selection.
+    """
+
+    rows: SettledRows
+    table: PageTable | None
+
+    @cached_property
+    def by_layer(self) -> list[PageTable]:
+        """The page tables of all layers one by one; `table` must be there."""
+        assert self.table is not None
+        return [PageTable(*layer) for layer in zip(*map(torch.unbind, self.table), strict=True)]
 
 
 def headwise_batch(

@@ -4,7 +4,7 @@ A chunk is split at its request's cut: up to there vLLM's attention reads the wh
 it the tokens read the retained entries only. Rows without a cut stay vLLM's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,12 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvselect.engine.step.packing import Packing
 from vllm_kvselect.engine.step.page_tables import PageTables, SettledRows
+from vllm_kvselect.engine.step.pieces import Pieces, sparse_batch, sparse_rows
 from vllm_kvselect.engine.step.request import Request, RequestsOf
 from vllm_kvselect.engine.step.rows import Rows, Tokens, on_device, start_loc, token_indices
-from vllm_kvselect.engine.step.seen_queries import SeenQueries, SeenQuery
+from vllm_kvselect.engine.step.seen_queries import SeenQueries, SeenQuery, Sees
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch, headwise_batch
+from vllm_kvselect.engine.step.sparse import SparseBatch, SparseRow
 from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.paging.page_table import PageTable
 from vllm_kvselect.scoring.observer import Observer
@@ -39,7 +41,7 @@ class StockPart:
     metadata: Any = None
 
 
-Part = StockPart | HeadwiseBatch
+Part = StockPart | HeadwiseBatch | SparseBatch
 """Tokens of a batch and the call that computes them."""
 
 
@@ -88,14 +90,29 @@ class Split:
         observations: Tokens that observers see then.
         completions: Rows whose entries are scored, chosen and packed then.
         after: Parts that read what is retained.
-        seen: Queries that rounds will look through, or None.
+        seen: What keeps the queries that rounds will look through, or None.
+        sparse: What takes the place of `before` in layers that prefill sparsely, or None.
+        num_dense_layers: First layers in which nothing does.
     """
 
     before: list[Part]
     observations: list[Observation]
     completions: list[Completion]
     after: list[Part]
-    seen: SeenQueries | None = None
+    seen: Sees | None = None
+    sparse: list[Part] | None = None
+    num_dense_layers: int = 0
+
+    def before_in(self, layer_index: int) -> list[Part]:
+        """Parts that read the cache as it is, in a layer."""
+        if self.sparse is None or layer_index < self.num_dense_layers:
+            return self.before
+        return self.sparse
+
+    @property
+    def stock_parts(self) -> list[StockPart]:
+        """Parts for which vLLM's builder has to make metadata."""
+        return [p for p in (*self.before, *(self.sparse or ())) if isinstance(p, StockPart)]
 
 
 class Splitter:
@@ -105,8 +122,8 @@ class Splitter:
         state: State of the group's layers.
         requests_of: Gives the requests of a batch.
         block_size: Tokens per block.
-        make_round: Makes the round of a request that is due before the batch is computed, from the
-            request's block table.
+        make_round: Makes the round of a request that is due before the batch is computed, or adds
+            up what later ones need; from the request's block table.
     """
 
     def __init__(
@@ -123,11 +140,9 @@ class Splitter:
     def split(self, common: CommonAttentionMetadata) -> Split | None:
         """Splits a batch, or returns None when all of it is vLLM's and nobody has to see it."""
         requests = self._requests_of(common)
-        if not any(request.cuts for request in requests):
+        if not any(request.cuts or request.segments for request in requests):
             return None
-        for row, request in enumerate(requests):
-            if request.due_round is not None:
-                self._make_round(request, common.block_table_tensor[row])
+        self._make_rounds(requests, common.block_table_tensor)
         rows = self._rows(common, requests)
         past_cut = np.flatnonzero(rows.stock_lens < rows.query_lens)
         seen = self._seen_queries(rows, common.block_table_tensor.device)
@@ -135,12 +150,35 @@ class Splitter:
             return Split([], [], [], [self._headwise(rows, past_cut, common)], seen)
         observations = self._observations(rows, common.block_table_tensor)
         completions = self._completions(rows, common.block_table_tensor)
+        sparse = sparse_rows(rows, common.block_table_tensor, self._block_size)
+        if not (past_cut.size or observations or completions or seen or sparse):
+            return None
+        before, after = StockPart(None, common), list[Part]()
         if past_cut.size:
-            after: list[Part] = [self._headwise(rows, past_cut, common)]
-            return Split([stock_part(rows, common)], observations, completions, after, seen)
-        if observations or completions or seen:
-            return Split([StockPart(None, common)], observations, completions, [], seen)
-        return None
+            before = stock_part(Pieces.before_cuts(rows), common)
+            after = [self._headwise(rows, past_cut, common)]
+        split = Split([before], observations, completions, after, seen)
+        if sparse:
+            split.sparse = self._sparse_parts(rows, sparse, common)
+            # The same for all requests of a server.
+            (split.num_dense_layers,) = {r.config.prefill_dense_layers for r in sparse.values()}
+        return split
+
+    def _sparse_parts(
+        self, rows: Rows, sparse: dict[int, SparseRow], common: CommonAttentionMetadata
+    ) -> list[Part]:
+        """What is before the cuts: the sparse segments, and the tokens beside them."""
+        parts: list[Part] = [
+            sparse_batch(list(sparse.values()), common.max_seq_len, self._state.num_kv_heads)
+        ]
+        beside = Pieces.before_cuts(rows, sparse)
+        return [stock_part(beside, common), *parts] if beside.rows.size else parts
+
+    def _make_rounds(self, requests: Sequence[Request], block_table: torch.Tensor) -> None:
+        """Makes or prepares the rounds of requests, before anything of the batch is computed."""
+        for row, request in enumerate(requests):
+            if request.due_round is not None or request.is_behind:
+                self._make_round(request, block_table[row])
 
     def _seen_queries(self, rows: Rows, device: torch.device) -> SeenQueries | None:
         """The tokens whose queries the next rounds of their requests look through.
@@ -154,7 +192,7 @@ class Splitter:
         for row, request in enumerate(rows.requests):
             if (cut := request.next_round) is None:
                 continue
-            first = max(int(num_computed[row]), cut.position - request.eviction.window)
+            first = max(int(num_computed[row]), request.first_seen(cut))
             shift = int(rows.query_start[row] - num_computed[row])
             last = int(rows.seq_lens[row])
             if last > cut.position:
@@ -249,38 +287,37 @@ class Splitter:
         found = (
             self._observation(rows, int(row), block_table[row])
             for row in np.flatnonzero(rows.stock_lens)
-            if rows.requests[row].cut is not None
+            if rows.num_computed[row] < rows.requests[row].num_observed
         )
         return [observation for observation in found if observation is not None]
 
     def _observation(self, rows: Rows, row: int, block_ids: torch.Tensor) -> Observation | None:
         observer = rows.requests[row].observed_by(self._state.num_layers)
         tokens, num_computed = rows.stock_tokens(row), int(rows.num_computed[row])
-        end = num_computed + tokens.stop - tokens.start
+        end = min(num_computed + tokens.stop - tokens.start, observer.num_tokens)
         first = max(num_computed, observer.first_position)
         if first >= end:
             return None
         blocks = block_ids[: -(-end // self._block_size)].to(torch.int64)
-        return Observation(observer, slice(tokens.stop - (end - first), tokens.stop), first, blocks)
+        shift = tokens.start - num_computed
+        return Observation(observer, slice(first + shift, end + shift), first, blocks)
 
 
-def stock_part(rows: Rows, common: CommonAttentionMetadata) -> StockPart:
-    """Cuts a batch down to the tokens that vLLM's own call computes."""
-    lens = rows.stock_lens
-    kept = np.flatnonzero(lens)
-    bounds = np.minimum(rows.seq_lens, rows.cut_positions)[kept].astype(np.int32)
-    locations, device = start_loc(lens[kept]), common.block_table_tensor.device
-    indices = async_tensor_h2d(kept, device)
+def stock_part(pieces: Pieces, common: CommonAttentionMetadata) -> StockPart:
+    """Cuts a batch down to some of its tokens, which vLLM's own call computes."""
+    lens, bounds = pieces.lens, pieces.ends.astype(np.int32)
+    locations, device = start_loc(lens), common.block_table_tensor.device
+    indices = async_tensor_h2d(pieces.rows, device)
     seq_lens = common.seq_lens.index_select(0, indices)
     part = common.replace(
         query_start_loc=async_tensor_h2d(locations, device),
         query_start_loc_cpu=torch.from_numpy(locations),
         seq_lens=torch.minimum(seq_lens, async_tensor_h2d(bounds, device)),
         seq_lens_cpu_upper_bound=torch.from_numpy(bounds),
-        num_reqs=len(kept),
+        num_reqs=len(lens),
         num_actual_tokens=int(lens.sum()),
         max_query_len=int(lens.max()),
         max_seq_len=int(bounds.max(initial=0)),
         block_table_tensor=common.block_table_tensor.index_select(0, indices),
     )
-    return StockPart(on_device(token_indices(rows.query_start[kept], lens[kept]), device), part)
+    return StockPart(on_device(token_indices(pieces.starts, lens), device), part)

@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm_kvselect.engine.step.arriving import Arriving
 from vllm_kvselect.engine.step.request import Request
 from vllm_kvselect.engine.step.stopwatch import stopwatch
 from vllm_kvselect.retention import Cut
@@ -17,7 +18,8 @@ class RetentionState:
     keeps offsets of 0: no packed pages.
 
     `stopwatch` times what is done in the step that completes a prompt, `later_stopwatch` what is
-    done before the next one; rounds count as the former. `completed` lists the requests packed
+    done before the next one; rounds count as the former. `estimate_stopwatch` times the choice of
+    blocks that sparse segments read. `completed` lists the requests packed
     since the worker last took it, for its report, and `rounds` the blocks freed in each round.
     `version` counts both, so that what was built from the offsets is known to be out of date.
 
@@ -39,7 +41,9 @@ class RetentionState:
         self.offsets = torch.zeros(
             num_blocks, num_layers, num_kv_heads + 1, dtype=torch.int32, device=device
         )
-        self.stopwatch, self.later_stopwatch = (stopwatch(self.offsets.device) for _ in range(2))
+        self.stopwatch, self.later_stopwatch, self.estimate_stopwatch = (
+            stopwatch(self.offsets.device) for _ in range(3)
+        )
         self.num_evicted = 0
         self.version = 0
         self.completed: list[Request] = []
@@ -72,6 +76,7 @@ class RetentionState:
         """Sets to zero what is only counted."""
         self.stopwatch.reset()
         self.later_stopwatch.reset()
+        self.estimate_stopwatch.reset()
         self.num_evicted = 0
 
     @property
@@ -79,16 +84,24 @@ class RetentionState:
         """Time spent choosing and packing."""
         return self.stopwatch.seconds + self.later_stopwatch.seconds
 
-    def complete_round(self, request: Request, cut: Cut) -> None:
-        """Takes note of a round that is made."""
+    def complete_round(
+        self, request: Request, cut: Cut, first_packed_block: int | torch.Tensor
+    ) -> None:
+        """Takes note of a round that is made, and whose offsets are stored."""
         num_freed = cut.first_packed - (request.cut.first_packed if request.cut else 0)
         if cut.position > request.last_counted_round:
             self.rounds.append(num_freed)
         request.make_round(cut)
-        self.version += 1
+        self._complete(request, first_packed_block)
 
-    def complete(self, request: Request) -> None:
-        """Takes note that a request is packed."""
+    def complete(self, request: Request, first_packed_block: int | torch.Tensor) -> None:
+        """Takes note that a request is packed, and its offsets are stored."""
         self.completed.append(request)
         self.num_evicted += 1
+        self._complete(request, first_packed_block)
+
+    def _complete(self, request: Request, first_packed_block: int | torch.Tensor) -> None:
         self.version += 1
+        if request.next_round is not None:
+            run_pages = self.offsets[first_packed_block].diff(dim=-1)
+            request.longest_run = Arriving(run_pages.amax())

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_kvselect.config import CONFIG_KEY, ConfigError, EvictionConfig
-from vllm_kvselect.engine.models import refuse_mixed_groups
+from vllm_kvselect.engine.models import refuse_mixed_groups, refuse_other_options
 from vllm_kvselect.engine.refusal import notes_refusals
 from vllm_kvselect.engine.report import StepReport
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, with_eviction
@@ -76,7 +76,8 @@ class EvictionWorker(ABC):
         with _backend_in_place(self.replaces, self.backend):
             super().load_model(**kwargs)  # type: ignore[misc]
         self._kernels = self._load_kernels()
-        self._bind("output projection", self._bind_output_projections)
+        weighs_values = self._eviction.may_prefill_sparsely and self._eviction.prefill_values
+        self._bind("output projection", self._bind_output_projections, is_needed=weighs_values)
         self._bind("rotation", self._bind_rotations)
         self._bind("probe", self._bind_probes, is_asked_for=self._eviction.probe is not None)
 
@@ -91,7 +92,7 @@ class EvictionWorker(ABC):
     def _methods(self) -> list[str]:
         """Methods that a request may run with, by default or by its own choice."""
         if "method" not in self._eviction.allow_override:
-            return [self._eviction.method]
+            return [self._eviction.method] if self._eviction.enabled else []
         missing = self._problems.keys()
         return [name for name, method in METHODS.items() if method.needs.isdisjoint(missing)]
 
@@ -107,6 +108,7 @@ class EvictionWorker(ABC):
     @notes_refusals
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates the KV cache, then connects builders and layers to the state beside it."""
+        refuse_other_options(kv_cache_config, self._eviction)
         refuse_mixed_groups(kv_cache_config, self.vllm_config)
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self._states = [
@@ -130,12 +132,14 @@ class EvictionWorker(ABC):
 
         Returns:
             `selection_seconds`: time spent choosing and packing; `later_seconds`: what of it came
-            after the prompts' first tokens; `num_evicted`: prompts packed; `num_requests`: requests
+            after the prompts' first tokens; `estimate_seconds`: time spent choosing the blocks that
+            sparse segments read; `num_evicted`: prompts packed; `num_requests`: requests
             that live now, which no reset changes.
         """
         return {
             "selection_seconds": self._selection_seconds,
             "later_seconds": sum(state.later_stopwatch.seconds for state in self._states),
+            "estimate_seconds": sum(state.estimate_stopwatch.seconds for state in self._states),
             "num_evicted": max((state.num_evicted for state in self._states), default=0),
             "num_requests": len(self._requests),
         }
@@ -227,18 +231,24 @@ class EvictionWorker(ABC):
         padding = [None] * (batch.num_reqs - len(ids))
         return [self._requests.get(request_id) for request_id in (*ids, *padding)]
 
-    def _bind(self, need: Need, bind: Callable[[], None], is_asked_for: bool = False) -> None:
-        """Gives the layers what methods need.
+    def _bind(
+        self,
+        need: Need,
+        bind: Callable[[], None],
+        is_asked_for: bool = False,
+        is_needed: bool = False,
+    ) -> None:
+        """Gives the layers what methods need, or what is needed with any method.
 
         Without it, only a default method's need is an error, and what the operator asked for.
         """
-        if not any(need in METHODS[name].needs for name in self._methods()):
+        if not is_needed and not any(need in METHODS[name].needs for name in self._methods()):
             return
         try:
             bind()
         except ConfigError as error:
             default = METHODS.get(self._eviction.method)
-            if is_asked_for or (default is not None and need in default.needs):
+            if is_asked_for or is_needed or (default is not None and need in default.needs):
                 raise
             self._problems[need] = str(error)
             logger.warning("%s; requests that choose them are refused", error)

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "allocation.h"
+#include "criticality.h"
 #include "probe.h"
 #include "selection.h"
 #include "tiles.h"
@@ -64,6 +65,30 @@ Tensor probe_scores(const Tensor& query, const Tensor& key, const Tensor& value,
     probe.score(first_position, per_token, scores);
   });
   return scores;
+}
+
+// The largest and the smallest value of every channel over groups of `size` tokens: [2, heads, groups, head_size].
+Tensor extremes(const Tensor& vectors, int64_t size) {
+  TORCH_CHECK(vectors.stride(2) == 1 && vectors.size(1) % size == 0);
+  Tensor found = at::empty({2, vectors.size(0), vectors.size(1) / size, vectors.size(2)}, vectors.options());
+  dispatch(vectors.scalar_type(), at::kFloat,
+           [&](auto t, auto) { write_extremes<element<decltype(t)>>(vectors, size, found); });
+  return found;
+}
+
+// Criticality before the softmax; minus infinity for blocks that are not before a segment.
+Tensor critical_logits(const Tensor& middle, const Tensor& largest, const Tensor& smallest, double scale,
+                       const Tensor& num_before) {
+  TORCH_CHECK(middle.is_contiguous() && middle.scalar_type() == at::kFloat && num_before.is_contiguous());
+  TORCH_CHECK(largest.stride(2) == 1 && smallest.stride(2) == 1 && largest.sizes() == smallest.sizes());
+  TORCH_CHECK(middle.size(0) == largest.size(0) && middle.size(3) == largest.size(2));
+  TORCH_CHECK(num_before.numel() == middle.size(2) && num_before.scalar_type() == at::kLong);
+  Tensor logits = at::full({middle.size(2), largest.size(0), largest.size(1)},
+                           -std::numeric_limits<double>::infinity(), middle.options());
+  dispatch(largest.scalar_type(), at::kFloat, [&](auto t, auto) {
+    Criticality<element<decltype(t)>>{middle, largest, smallest, num_before}.multiply(scale, logits);
+  });
+  return logits;
 }
 
 // The weight in the order and in the type in which it is multiplied.
@@ -233,6 +258,10 @@ TORCH_LIBRARY(vllm_kvselect, library) {
   library.def(
       "probe_scores(Tensor query, Tensor key, Tensor value, Tensor weights, Tensor cos, Tensor sin, "
       "int first_position, float per_token) -> Tensor", probe_scores);
+  library.def("extremes(Tensor vectors, int size) -> Tensor", extremes);
+  library.def(
+      "critical_logits(Tensor middle, Tensor largest, Tensor smallest, float scale, Tensor num_before) -> Tensor",
+      critical_logits);
   library.def("pack_weight(Tensor weight, ScalarType multiplied) -> Tensor", pack_weight);
   library.def("value_norms(Tensor value, Tensor packed, int group) -> Tensor", value_norms);
   library.def(

@@ -12,16 +12,6 @@
 
 namespace kvselect {
 
-inline Vec load(const float* in, int64_t count) {
-  return count == kLanes ? Vec::loadu(in) : Vec::loadu(in, count);
-}
-
-// Calls `function(start, count)` for a range, in lanes.
-template <typename Function>
-void for_lanes(int64_t begin, int64_t end, const Function& function) {
-  for (int64_t i = begin; i < end; i += kLanes) function(i, std::min(kLanes, end - i));
-}
-
 template <typename T>
 struct Probe {
   // [num_tokens, num_heads, head_size] and twice [num_kv_heads, num_tokens, head_size];

@@ -31,6 +31,16 @@ inline float largest_lane(const Vec& vec) {
   return at::vec::vec_reduce_all<float>([](Vec& x, Vec& y) { return at::vec::maximum(x, y); }, vec);
 }
 
+inline Vec load(const float* in, int64_t count) {
+  return count == kLanes ? Vec::loadu(in) : Vec::loadu(in, count);
+}
+
+// Calls `function(start, count)` for a range, in lanes.
+template <typename Function>
+void for_lanes(int64_t begin, int64_t end, const Function& function) {
+  for (int64_t i = begin; i < end; i += kLanes) function(i, std::min(kLanes, end - i));
+}
+
 // The right operand of brgemm, [depth, columns]: elements narrower than float stand in pairs of
 // neighbours along the depth, [depth / 2, columns, 2].
 template <typename M>

@@ -1,0 +1,216 @@
+"""Rounds with the CUDA backends on CPU tensors, in the manner of `test_cuda_backend.py`.
+
+Every step's outputs are those of the float64 oracle, which chooses again in each round.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backends import triton_attn
+
+from tests.engine import flash_attention, triton_attention
+from tests.engine.cuda_layers import Layers
+from tests.engine.cuda_requests import MAX_NUM_SEQS, Request
+from tests.engine.test_cuda_backend import FLASH, STOCK, TRITON, Replays, make_layers
+from tests.kernels.unsynchronised import unsynchronised
+from vllm_kvselect.engine.cuda.warm_up import warm_up
+from vllm_kvselect.engine.step.split import Split
+from vllm_kvselect.kernels.base import REFERENCES, Kernels
+from vllm_kvselect.methods.registry import METHODS
+
+pytest.importorskip("triton")
+from vllm_kvselect.kernels import cuda
+
+INTERVAL = 20
+"""No multiple of a block: rounds come at all places in one."""
+ROUNDS = {"decode_budget": 40, "decode_interval": INTERVAL}
+METHODS_IN_ROUNDS = [name for name, method in METHODS.items() if method.in_rounds]
+NEEDED = Kernels(projected_value_norms=cuda.projected_value_norms, select_pruned=cuda.select_pruned)
+"""The references round norms to bfloat16, enough to change what is retained."""
+
+
+@pytest.fixture(autouse=True)
+def stand_ins() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        flash_attention.install(patch)
+        triton_attention.install(patch)
+        yield
+
+
+def three(layers: Layers, num_generated: int = 90) -> tuple[Request, Request, Request]:
+    """Requests that are cut at their prompts' ends, or in rounds only."""
+    long, short, chunked = (layers.request(n, n + num_generated) for n in (70, 20, 65))
+    assert long.prompt.cut
+    assert short.prompt.cut is None
+    assert all(len(request.prompt.cuts) >= 3 for request in (long, short, chunked))
+    return long, short, chunked
+
+
+def decode(layers: Layers, *requests: Request, steps: int) -> None:
+    for step in range(steps):
+        turned = requests[step % len(requests) :] + requests[: step % len(requests)]
+        layers.step(*((request, 1) for request in turned))
+
+
+def one_round(layers: Layers) -> None:
+    """A round of a request whose heads hold different numbers of entries, in little time."""
+    request = layers.request(70, 70 + INTERVAL + 2)
+    layers.step((request, 70))
+    for _ in range(INTERVAL // 2):
+        layers.step((request, 2))  # as when it resumes
+    decode(layers, request, steps=2)
+    assert len(request.retained) == 2
+
+
+def steps_with_rounds(layers: Layers) -> None:
+    """Rounds at different steps, alone and beside prefills, and again after a preemption."""
+    long, short, chunked = three(layers)
+    layers.step((long, 70), (short, 20))
+    decode(layers, long, short, steps=INTERVAL)
+    layers.step((short, 1), (long, 1), (chunked, 60))  # a round beside a chunk
+    layers.step((chunked, 5), (long, 1), (short, 1))
+    decode(layers, long, short, chunked, steps=INTERVAL + 3)
+    layers.preempt(long)
+    decode(layers, short, chunked, steps=2)
+    layers.step((chunked, 1), (long, 70), (short, 1))
+    # What was generated is computed again, as far as the next round at a time.
+    for _ in range(2):
+        layers.step((chunked, 1), (long, INTERVAL), (short, 1))
+    decode(layers, long, chunked, short, steps=INTERVAL)
+    assert all(len(request.retained) >= 2 for request in (long, short, chunked))
+
+
+@pytest.mark.parametrize("method", METHODS_IN_ROUNDS)
+def test_every_step_is_that_of_the_oracle(method: str) -> None:
+    steps_with_rounds(make_layers(FLASH, method, NEEDED, **ROUNDS))
+
+
+@pytest.mark.parametrize("method", ["adakv-perturb", "layer-thetakv", "r-kv"])
+def test_sinks_count_in_rounds(method: str) -> None:
+    steps_with_rounds(make_layers(FLASH, method, NEEDED, with_sinks=True, **ROUNDS))
+
+
+@pytest.mark.parametrize("method", ["snapkv", "adakv-perturb", "layer-keydiff-perturb"])
+def test_prompts_are_left_alone_where_they_shall_be(method: str) -> None:
+    layers = make_layers(FLASH, method, NEEDED, keep_prompt=True, **ROUNDS)
+    request = layers.request(70, 200)
+    assert len(request.prompt.cuts) >= 3
+    layers.step((request, 70))
+    decode(layers, request, steps=request.prompt.cuts[2].position - 70 + 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "backend"),
+    [("adakv-perturb", FLASH), ("layer-thetakv", FLASH), ("adakv-perturb", TRITON)],
+)
+def test_every_step_is_that_of_the_oracle_with_the_kernels(method: str, backend: Any) -> None:
+    one_round(make_layers(backend, method, cuda.KERNELS, **ROUNDS))
+
+
+@pytest.mark.parametrize(("backend", "with_queries"), [(FLASH, True), (TRITON, False)])
+def test_an_fp8_cache_is_scored_and_moved_as_attention_reads_it(
+    backend: Any, with_queries: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_attention.H100, "is_cuda", lambda _: False)
+    # The interpreter's cast to fp8 loses carries.
+    write = flash_attention.reshape_and_cache_flash
+    monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash", write)
+    layers = make_layers(backend, kernels=NEEDED, kv_cache_dtype="fp8", **ROUNDS)
+    assert (layers.layers[0].query_quant is not None) is with_queries
+    one_round(layers)
+
+
+def test_queries_of_graphs_are_seen_and_rounds_change_what_they_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = make_layers(FLASH, kernels=NEEDED, graphs=True, **ROUNDS)
+    long, short, chunked = three(layers)
+    replays = Replays(FLASH, layers, MAX_NUM_SEQS, monkeypatch)
+    layers.step((long, 70), (short, 20))
+    calls = []
+    for step in range(2 * INTERVAL):
+        if step == INTERVAL // 2:  # outside graphs, some of the queries
+            layers.step((chunked, 65), (short, 1), (long, 1))
+        rows = [long, short, chunked] if step > INTERVAL // 2 else [short, long]
+        replays.step(*((request, 1) for request in rows[step % 2 :] + rows[: step % 2]))
+        calls.append(list(replays.calls))
+    assert all(call == calls[0] for call in calls)  # the same tensors, as a graph has them
+    assert (len(long.retained), len(short.retained)) == (3, 1)
+
+
+def test_a_request_that_has_dropped_nothing_is_vllms_but_for_its_queries() -> None:
+    layers = make_layers(FLASH, "snapkv", **ROUNDS)
+    short = layers.request(20, 90)
+    layers.step((short, 20))
+    first = short.prompt.cuts[0].position
+    for position in range(20, first):
+        metadata = layers.step((short, 1))
+        if position < first - layers.eviction.window:
+            assert isinstance(metadata, STOCK[FLASH])
+        else:
+            assert isinstance(metadata, Split)
+            assert [part.tokens for part in metadata.before] == [None]
+    assert not layers.step((short, 1)).before
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
+@pytest.mark.parametrize("method", ["adakv-perturb", "layer-thetakv"])
+def test_rounds_do_not_wait_for_the_device(method: str, graphs: bool) -> None:
+    layers = make_layers(FLASH, method, cuda.KERNELS, graphs=graphs, **ROUNDS)
+    long, short, _ = three(layers)
+    layers.step((long, 70), (short, 20))
+    for _ in range(INTERVAL + 1):
+        rows = ((long, 1), (short, 1))
+        common = layers.common(rows)
+        # What has arrived long ago may be read.
+        runs = [each.prompt.longest_run for each, _ in rows]
+        arrived = [run.on_host for run in runs if run is not None]
+        with unsynchronised(*layers.on_host, *arrived):
+            metadata = layers.builder.build(0, common)
+        layers.reuse_freed_blocks(rows)
+        layers.check(rows, layers.forward(rows, common, metadata, guard=unsynchronised))
+    assert len(long.retained) == 2
+
+
+@pytest.mark.parametrize("method", ["adakv-perturb", "layer-thetakv", "r-kv", "h2o"])
+def test_warming_up_launches_what_rounds_need_and_leaves_no_trace(method: str) -> None:
+    launched: set[str] = set()
+
+    def noted(name: str, twin: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            launched.add(name)
+            return twin(*args, **kwargs)
+
+        return call
+
+    # References in place of kernels: which are called is the same, and takes less time.
+    kernels = Kernels(
+        **{part.name: noted(part.name, getattr(REFERENCES, part.name)) for part in fields(Kernels)}
+    )
+    layers = make_layers(FLASH, method, kernels, **ROUNDS)
+    warm_up(layers.builder, [method], layers.eviction)
+    assert not layers.state.offsets.any()
+    assert not layers.state.rounds
+    assert not any(layer.kv_cache[1:].any() for layer in layers.layers)
+    warm, _ = set(launched), launched.clear()
+    request = layers.request(70, 120)
+    layers.step((request, 70))
+    before_rounds = set(launched)
+    decode(layers, request, steps=INTERVAL + 1)
+    assert launched == warm >= before_rounds
+
+
+def test_a_preempted_request_forgets_the_queries_of_a_graph() -> None:
+    layers = make_layers(FLASH, "snapkv", graphs=True, **ROUNDS)
+    request, other = layers.request(70, 120), layers.request(20, 60)
+    layers.step((request, 70), (other, 20))
+    decode(layers, request, steps=INTERVAL - 1)
+    seen = dict(request.prompt.seen)
+    assert sorted(seen) == [*range(70 + INTERVAL - layers.eviction.window, 70 + INTERVAL - 1)]
+    layers.preempt(request)
+    decode(layers, other, steps=1)
+    assert not request.prompt.seen
+    assert torch.isfinite(seen[70 + INTERVAL - 2].queries.of_token(0)).all()

@@ -1,0 +1,47 @@
+"""Queries of steps that may run as one graph: Python does not see these, but rounds need them."""
+
+import torch
+
+from vllm_kvselect.engine.step.seen_queries import SeenQueries
+
+
+class GraphQueries:
+    """All queries of such a step, in one buffer; a graph holds the copies into it.
+
+    What rounds will look through is taken out of it before the next step overwrites it.
+
+    Args:
+        num_layers: Layers of the group.
+        num_rows: Rows of the largest step, of one token each.
+        num_heads: Query heads on this rank.
+        head_size: Elements of a query.
+        dtype: Of queries, as scorers take them.
+        device: Where they are.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_rows: int,
+        num_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, num_rows, num_heads, head_size)
+        self._buffer = torch.zeros(shape, dtype=dtype, device=device)
+        self._wanted: SeenQueries | None = None
+
+    def see(self, layer_index: int, query: torch.Tensor) -> None:
+        """Copies the queries of a layer, `[num_tokens, num_heads, head_size]`; may be captured."""
+        self._buffer[layer_index, : len(query)].copy_(query)
+
+    def want(self, wanted: SeenQueries | None) -> None:
+        """Takes note of what is to be kept of the step at hand."""
+        self._wanted = wanted
+
+    def hand_over(self) -> None:
+        """Hands over what was wanted of the last step; called before the next one is built."""
+        if self._wanted is not None:
+            self._wanted.take(self._buffer)
+        self._wanted = None

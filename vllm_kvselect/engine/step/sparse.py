@@ -1,0 +1,165 @@
+"""Sparse segments of a step: which pages they read in each layer.
+
+A pair of a segment and a KV head is a sequence of the one-head view: the pages of the blocks that
+were chosen for it, then its own. Its queries are the last tokens of that sequence, so each reads
+what lies before it and nothing else.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.step.key_blocks import KeyBlocks, SparseLayer, SparsePrefill
+from vllm_kvselect.engine.step.sequences import OneHeadBatch
+from vllm_kvselect.paging.compaction import head_pages
+from vllm_kvselect.paging.page_table import PageTable
+from vllm_kvselect.prefilling.blocks import ChosenBlocks, covering, most_critical, segment_pages
+from vllm_kvselect.prefilling.criticality import fused
+
+
+@dataclass
+class SparseRow:
+    """The sparse segments of one row of a batch.
+
+    Attributes:
+        prefill: Its request's.
+        config: Its request's configuration.
+        tokens: The tokens in the batch.
+        starts: Position of each segment.
+        chunk: All tokens of the row up to there, in the batch.
+        chunk_start: Position of the first of them.
+        block_ids: Ids of the blocks up to the last segment's end, `[n]` int64.
+        block_size: Tokens of such a block.
+        fused: Criticality in the sparse layer before, or None.
+    """
+
+    prefill: SparsePrefill
+    config: EvictionConfig
+    tokens: slice
+    starts: range
+    chunk: slice
+    chunk_start: int
+    block_ids: torch.Tensor
+    block_size: int
+    fused: torch.Tensor | None = None
+
+    def table(
+        self,
+        query: torch.Tensor,
+        at_hand: tuple[torch.Tensor, torch.Tensor] | None,
+        scale: float,
+        layer: SparseLayer,
+    ) -> PageTable:
+        """Pages of the row's sequences in a layer, segment by segment, head by head.
+
+        Args:
+            query: Queries of the tokens as scorers take them, `[num_tokens, num_heads, head_size]`.
+            at_hand: Keys and values of the chunk, `[num_kv_heads, n, head_size]` each, if they are
+                what attention reads.
+            scale: Factor of products of queries and keys.
+            layer: The layer.
+
+        Returns:
+            `[num_sequences, width]` and `[num_sequences]`, both int64.
+        """
+        size, block = self.starts.step, self.config.prefill_block
+        starts = torch.arange(
+            self.starts.start, self.starts.stop, size, device=self.block_ids.device
+        )
+        chosen = self._choose(query, at_hand, scale, layer, starts // block)
+        pages, num_chosen = segment_pages(
+            chosen,
+            self.block_ids,
+            starts // self.block_size,
+            size // self.block_size,
+            block // self.block_size,
+        )
+        # The one-head view spans the layers, which lie one after the other.
+        pages += layer.layer_index * layer.kv_cache.shape[0] * layer.num_kv_heads
+        return PageTable(pages, num_chosen * self.block_size + size)
+
+    def _choose(
+        self,
+        query: torch.Tensor,
+        at_hand: tuple[torch.Tensor, torch.Tensor] | None,
+        scale: float,
+        layer: SparseLayer,
+        num_before: torch.Tensor,
+    ) -> ChosenBlocks:
+        """The blocks that each segment reads."""
+        config, size = self.config, self.starts.step
+        num_blocks = self.starts[-1] // config.prefill_block
+        keys = self.prefill.key_blocks(layer.layer_index, config)
+        self._learn(keys, num_blocks, at_hand, layer)
+        segments = layer.kernels.extremes(query.transpose(0, 1), size)
+        current = layer.kernels.criticality(segments, keys.known(num_blocks), scale, num_before)
+        self.fused = fused(current, self.fused, config.prefill_layer_fusion)
+        norms = keys.norms(num_blocks)
+        ranked = self.fused if norms is None else self.fused * norms
+        if config.prefill_coverage:
+            return covering(ranked, num_before, config.prefill_coverage)
+        return most_critical(ranked, num_before, config.prefill_budget // config.prefill_block)
+
+    def _learn(
+        self,
+        keys: KeyBlocks,
+        num_blocks: int,
+        at_hand: tuple[torch.Tensor, torch.Tensor] | None,
+        layer: SparseLayer,
+    ) -> None:
+        """Adds the blocks before the last segment that are not known yet.
+
+        Those of this chunk are at hand. Others were computed by earlier steps, densely, or by
+        another request, and are read from the cache.
+        """
+        block, end = self.config.prefill_block, num_blocks * self.config.prefill_block
+        # The chunk may begin inside a block, where what is before it is not sparse.
+        first_at_hand = -(-self.chunk_start // block) * block if at_hand is not None else end
+        begin = keys.num_known * block
+        for stop in (min(first_at_hand, end), end):
+            if begin >= stop:
+                continue
+            if begin >= first_at_hand and at_hand is not None:
+                part = slice(begin - self.chunk_start, stop - self.chunk_start)
+                keys.add(at_hand[0][:, part], at_hand[1][:, part], layer)
+            else:
+                keys.add(*self._read(begin, stop, layer), layer)
+            begin = stop
+
+    def _read(
+        self, begin: int, end: int, layer: SparseLayer
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Keys of some tokens from the cache, and their values where these are wanted."""
+        blocks = self.block_ids[begin // self.block_size : end // self.block_size]
+        pages = head_pages(blocks, layer.num_kv_heads)
+        value = layer.read_values(pages) if self.config.prefill_values else None
+        return layer.read_keys(pages), value
+
+
+@dataclass
+class SparseBatch(OneHeadBatch):
+    """Sparse segments of a batch, one sequence per (segment, KV head).
+
+    Attributes:
+        rows: The rows they belong to.
+    """
+
+    rows: list[SparseRow]
+
+
+def joined(tables: list[PageTable]) -> PageTable:
+    """Puts the tables of rows below each other, as kernels take them.
+
+    Args:
+        tables: Of each row `[num_sequences, width]` and `[num_sequences]`.
+
+    Returns:
+        Both int32; as wide as the widest, filled up with 0.
+    """
+    width = max(table.pages.shape[1] for table in tables)
+    pages = [
+        torch.nn.functional.pad(table.pages, (0, width - table.pages.shape[1])) for table in tables
+    ]
+    seq_lens = [table.seq_lens for table in tables]
+    return PageTable(torch.cat(pages).to(torch.int32), torch.cat(seq_lens).to(torch.int32))

@@ -1,0 +1,1 @@
+"""Sparse prefill: which blocks of a prompt its later tokens read (CritiPrefill)."""

@@ -1,0 +1,103 @@
+"""Which blocks a segment reads, by their criticality."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class ChosenBlocks(NamedTuple):
+    """The blocks that each segment reads with each KV head.
+
+    Attributes:
+        indices: Their indices in order, `[num_segments, num_kv_heads, most]` int64; past a pair's
+            own number anything.
+        counts: How many they are, `[num_segments, num_kv_heads]` int64.
+    """
+
+    indices: torch.Tensor
+    counts: torch.Tensor
+
+
+def most_critical(criticality: torch.Tensor, num_before: torch.Tensor, count: int) -> ChosenBlocks:
+    """The same number of blocks for every segment: the most critical ones.
+
+    Args:
+        criticality: `[num_segments, num_kv_heads, num_blocks]`, at least 0.
+        num_before: Blocks before each segment, `[num_segments]` int64.
+        count: Blocks to read; fewer where fewer are before the segment.
+
+    Returns:
+        The blocks.
+    """
+    num_segments, num_kv_heads, num_blocks = criticality.shape
+    # A block behind the segment must lose even against one whose share has become 0.
+    is_behind = torch.arange(num_blocks, device=criticality.device) >= num_before[:, None, None]
+    ranked = criticality.masked_fill(is_behind, -1.0)
+    indices = ranked.topk(min(count, num_blocks), dim=-1).indices
+    counts = num_before.clamp(max=count)[:, None].expand(num_segments, num_kv_heads)
+    return _in_order(indices, counts, num_blocks)
+
+
+def covering(criticality: torch.Tensor, num_before: torch.Tensor, coverage: float) -> ChosenBlocks:
+    """As many blocks as cover a share of the estimated attention (FlexPrefill, arXiv 2502.20766).
+
+    Args:
+        criticality: `[num_segments, num_kv_heads, num_blocks]`; each row is 0 behind its segment.
+        num_before: Blocks before each segment, `[num_segments]` int64.
+        coverage: The share, above 0 and up to 1.
+
+    Returns:
+        The fewest blocks whose criticality is at least `coverage` of the row's sum.
+    """
+    num_blocks = criticality.shape[-1]
+    ranked, indices = criticality.sort(dim=-1, descending=True, stable=True)
+    before = ranked.cumsum(dim=-1) - ranked  # what the better ones cover
+    counts = (before < coverage * ranked.sum(dim=-1, keepdim=True)).sum(dim=-1)
+    counts = counts.clamp(min=1).minimum(num_before[:, None])
+    return _in_order(indices[..., : int(counts.max())], counts, num_blocks)
+
+
+def _in_order(indices: torch.Tensor, counts: torch.Tensor, num_blocks: int) -> ChosenBlocks:
+    """Sorts the first `counts` of indices that come best first."""
+    rank = torch.arange(indices.shape[-1], device=indices.device)
+    beyond = rank >= counts[..., None]
+    return ChosenBlocks(indices.masked_fill(beyond, num_blocks).sort(dim=-1).values, counts)
+
+
+def segment_pages(
+    chosen: ChosenBlocks,
+    block_ids: torch.Tensor,
+    own_starts: torch.Tensor,
+    num_own: int,
+    pages_per_block: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages that each (segment, KV head) pair reads, in the one-head view of a layer's cache.
+
+    The chosen blocks come first, the segment's own pages last: so a token reads all of the former
+    and, of its segment, what is not behind it.
+
+    Args:
+        chosen: The chosen blocks.
+        block_ids: The request's block ids, `[n]` int64.
+        own_starts: Index of each segment's first page in `block_ids`, `[num_segments]` int64.
+        num_own: Pages of a segment.
+        pages_per_block: Pages of a block of the method.
+
+    Returns:
+        `[num_segments * num_kv_heads, width]` int64, 0 past a row's last page; and how many pages
+        of chosen blocks come first in each row, `[num_segments * num_kv_heads]` int64.
+    """
+    _, num_kv_heads, most = chosen.indices.shape
+    device = block_ids.device
+    column = torch.arange(most * pages_per_block + num_own, device=device)
+    num_chosen = chosen.counts[..., None] * pages_per_block
+    place = chosen.indices.repeat_interleave(pages_per_block, dim=-1) * pages_per_block
+    place = place + torch.arange(pages_per_block, device=device).repeat(most)
+    place = torch.nn.functional.pad(place, (0, num_own))
+    own = own_starts[:, None, None] + column - num_chosen
+    place = torch.where(column < num_chosen, place, own)
+    is_beyond = column >= num_chosen + num_own
+    blocks = block_ids[place.masked_fill(is_beyond, 0)]
+    heads = torch.arange(num_kv_heads, device=device)[:, None]
+    pages = (blocks * num_kv_heads + heads).masked_fill(is_beyond, 0)
+    return pages.flatten(0, 1), num_chosen.flatten()
