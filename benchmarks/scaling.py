@@ -3,7 +3,9 @@
 The shares are the plugin's own clock around selection and packing, before and after the first
 token, over stock vLLM's prefill of the same prompt, one prompt at a time, both in fresh processes
 by turns. Memory is what one layer's selection adds to the peak of a process's resident memory, on
-random tensors in the shape of the small model. The last line of the output is one JSON object.
+random tensors in the shape of the small model. Methods that see the whole prompt, such as
+`layer-probe`, score it chunk by chunk in the engine, so one layer alone does not tell theirs. The
+last line of the output is one JSON object.
 """
 
 import ctypes
@@ -35,6 +37,7 @@ from rich.table import Table
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.machine import dtype_name, fast_dtype
+from vllm_kvselect.methods.registry import METHODS
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -75,7 +78,9 @@ def main(
                 measured[name].append(run_child(__file__, jobs[name]))
         status.update("memory")
         memory = [
-            run_child(__file__, {"memory_of": length, "eviction": eviction})["bytes"]
+            None
+            if METHODS[method].whole_prompt
+            else run_child(__file__, {"memory_of": length, "eviction": eviction})["bytes"]
             for length in all_lengths
         ]
     rows = [_row(index, length, measured) for index, length in enumerate(all_lengths)]
@@ -120,7 +125,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
             f"{row['after_first_token_seconds'] * 1e3:.1f} ms",
             f"{row['share']:.1%}",
             f"{row['share_of_both']:.1%}",
-            f"{row['memory_bytes'] / MIB:.1f} MiB",
+            "-" if row["memory_bytes"] is None else f"{row['memory_bytes'] / MIB:.1f} MiB",
         )
     table_console().print(table)
 

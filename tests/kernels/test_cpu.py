@@ -31,7 +31,7 @@ from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.machine import fast_dtype
 from vllm_kvselect.methods.choice import retain
 from vllm_kvselect.paging import compaction
-from vllm_kvselect.scoring import defensivekv, snapkv, value_norms
+from vllm_kvselect.scoring import defensivekv, r_kv, snapkv, value_norms
 from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting import allocation, selection
@@ -136,6 +136,54 @@ def test_imitated_scores(
 ) -> None:
     inputs = probe_inputs(shape, seed, dtype, kind)
     check_imitated(cpu.imitated_scores(inputs, first_position), inputs, first_position)
+
+
+@some
+@given(
+    shape=shapes(max_tokens=300),
+    seed=seeds,
+    dtype=st.sampled_from(DTYPES),
+    repeats=st.booleans(),
+    is_uneven=st.booleans(),
+    data=st.data(),
+)
+def test_keys_that_repeat_others(
+    shape: Shape,
+    seed: int,
+    dtype: torch.dtype,
+    repeats: bool,
+    is_uneven: bool,
+    data: st.DataObject,
+) -> None:
+    layer = random_layer(shape, seed, dtype)
+    if repeats:
+        layer.key[:, 1::3] = layer.key[:, :1]
+    inputs = scoring_inputs(layer.query, layer.key, shape.scale)
+    if is_uneven:
+        inputs = replace(inputs, num_absent=some_absent(shape, seed))
+    exact = replace(inputs, query=inputs.query.double(), key=inputs.key.double())
+    threshold = gap_between_cosines(exact.key, data.draw(st.floats(0, 0.9)))
+    config = EvictionConfig(r_kv_lam=0.0, r_kv_threshold=threshold, window=shape.window)
+    scores = cpu.KERNELS.scorer(r_kv.r_kv_scores)(inputs, config)
+    assert scores.dtype == torch.float32
+    # A cosine of n products is off by n eps, a mean of cosines by as many more as there are. A
+    # share of their softmax is off by so much, and a difference of two shares by twice as much.
+    num_tokens = layer.key.shape[1]
+    largest = float(r_kv.redundancy(exact, threshold).max())
+    bound = 4 * (shape.head_size + 2 * num_tokens + 8) * EPS * largest
+    expected = r_kv.r_kv_scores(exact, config)
+    torch.testing.assert_close(scores.double(), expected, rtol=0, atol=bound)
+
+
+def gap_between_cosines(key: torch.Tensor, near: float) -> float:
+    """A threshold near which no cosine lies, so that rounding decides nothing."""
+    directions = torch.nn.functional.normalize(key, dim=-1)
+    cosines = (directions @ directions.transpose(1, 2)).flatten()
+    close = cosines[(cosines - near).abs() < 0.1]
+    bounds = torch.tensor([near - 0.1, near + 0.1], dtype=torch.float64)
+    ordered = torch.cat((close, bounds)).sort().values
+    widest = int(ordered.diff().argmax())
+    return float((ordered[widest] + ordered[widest + 1]) / 2)
 
 
 @pytest.mark.parametrize("num_tokens", [2753, 8200])

@@ -15,7 +15,7 @@ from vllm_kvselect.paging import compaction, page_table
 from vllm_kvselect.paging.page_table import PageTable
 from vllm_kvselect.prefilling import criticality
 from vllm_kvselect.prefilling.criticality import Extremes
-from vllm_kvselect.scoring import defensivekv, probe, snapkv, value_norms
+from vllm_kvselect.scoring import defensivekv, probe, r_kv, snapkv, value_norms
 from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
 from vllm_kvselect.scoring.observer import Function
 from vllm_kvselect.scoring.value_norms import OutputProjection
@@ -51,6 +51,7 @@ class Kernels:
         snapkv_scores: Scores of the observation window.
         mean_attention: The same without pooling.
         defensive_scores: The worst case of the window's attention.
+        r_kv_scores: Scores of the window, less how much a key repeats others.
         imitated_scores: What a probe says of a chunk's tokens.
         projected_value_norms: Norms of all entries.
         uniform_pages: The same number of pages for every head.
@@ -72,6 +73,7 @@ class Kernels:
     snapkv_scores: Scorer = snapkv.snapkv_scores
     mean_attention: Scorer = defensivekv.mean_attention
     defensive_scores: Scorer = defensivekv.defensive_scores
+    r_kv_scores: Scorer = r_kv.r_kv_scores
     imitated_scores: Callable[[ScoringInputs, int], torch.Tensor] = probe.imitated_scores
     projected_value_norms: Callable[[torch.Tensor, OutputProjection], torch.Tensor] = (
         value_norms.projected_value_norms

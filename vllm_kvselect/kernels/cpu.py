@@ -23,7 +23,7 @@ from vllm_kvselect.kernels.build import load_library
 from vllm_kvselect.kernels.tiers import STORED, multiplied_dtype
 from vllm_kvselect.prefilling import criticality as references_of_prefill
 from vllm_kvselect.prefilling.criticality import Extremes
-from vllm_kvselect.scoring import defensivekv, probe, snapkv
+from vllm_kvselect.scoring import defensivekv, probe, r_kv, snapkv
 from vllm_kvselect.scoring import value_norms as references
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
@@ -78,6 +78,11 @@ def defensive_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Ten
         return defensivekv.defensive_scores(inputs, config)
     worst = _window_attention(inputs, config.kernel_size, largest=True)
     return torch.maximum(worst, worst.mean(dim=-1, keepdim=True))
+
+
+def r_kv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
+    """Twin of `r_kv.r_kv_scores`, which compares all keys with all."""
+    return r_kv.scores_with(_similarities if _takes(inputs) else r_kv.similarities, inputs, config)
 
 
 def imitated_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
@@ -213,6 +218,12 @@ def _takes(inputs: ScoringInputs) -> bool:
     return key.dtype in STORED and key.shape[2] % 2 == 0
 
 
+def _similarities(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
+    """`r_kv.similarities`."""
+    key, multiplied = _rows(inputs.key), multiplied_dtype(inputs.key.dtype)
+    return _call("similarities", key, threshold, inputs.num_absent, multiplied)
+
+
 def _window_attention(inputs: ScoringInputs, kernel_size: int, largest: bool) -> torch.Tensor:
     """The mean or the maximum over the window's rows, max-pooled."""
     sinks = None if inputs.sinks is None else inputs.sinks.float()
@@ -235,6 +246,7 @@ KERNELS = Kernels(
     snapkv_scores=snapkv_scores,
     mean_attention=mean_attention,
     defensive_scores=defensive_scores,
+    r_kv_scores=r_kv_scores,
     imitated_scores=imitated_scores,
     projected_value_norms=projected_value_norms,
     select_pruned=select_pruned,

@@ -1,5 +1,7 @@
 """R-KV (arXiv 2505.24133): what the window attends to, unless its key repeats those of others."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -24,8 +26,17 @@ def r_kv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     Returns:
         `[num_kv_heads, num_tokens - window]`, at least float32.
     """
+    return scores_with(similarities, inputs, config)
+
+
+def scores_with(
+    similarities: Callable[[ScoringInputs, float], torch.Tensor],
+    inputs: ScoringInputs,
+    config: EvictionConfig,
+) -> torch.Tensor:
+    """The same by a twin of `similarities`, which are nearly all of the work."""
     lam, num_scored = config.r_kv_lam, inputs.num_scored
-    repeated = redundancy(inputs, config.r_kv_threshold)
+    repeated = _shares(similarities(inputs, config.r_kv_threshold), inputs)
     alone = repeated.amax(dim=-1, keepdim=True) - repeated
     return lam * importance(inputs, config) + (1 - lam) * alone[:, :num_scored]
 
@@ -58,9 +69,7 @@ def importance(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
 def redundancy(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
     """How much each key is like the others of its head.
 
-    The mean of its cosines to all keys, and a softmax of these means. For every key, the latest one
-    of those that are like it, with a cosine above `threshold`, does not count as like it: so the
-    latest of many repetitions is left. Blocked over keys, so that memory stays bounded.
+    The mean of its cosines to all keys, and a softmax of these means.
 
     Args:
         inputs: The keys so far, those of the window included.
@@ -69,13 +78,28 @@ def redundancy(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
     Returns:
         `[num_kv_heads, num_tokens]`, at least float32, sums to 1; 0 for absent entries.
     """
+    return _shares(similarities(inputs, threshold), inputs)
+
+
+def similarities(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
+    """The sum of each key's cosines with the other keys of its head.
+
+    For every key, the latest one of those that are like it, with a cosine above `threshold`, does
+    not count as like it: so the latest of many repetitions is left. Blocked over keys, so that
+    memory stays bounded.
+
+    Args:
+        inputs: The keys so far, those of the window included.
+        threshold: Cosine above which two keys are alike.
+
+    Returns:
+        `[num_kv_heads, num_tokens]`, at least float32; 0 for absent entries.
+    """
     key = inputs.key.to(torch.promote_types(inputs.key.dtype, torch.float32))
     directions, is_absent = F.normalize(key, dim=-1), inputs.is_absent
     num_kv_heads, num_tokens, _ = key.shape
-    num_entries: torch.Tensor | int = num_tokens
     if is_absent is not None:
         directions = directions.masked_fill(is_absent[..., None], 0)
-        num_entries = (~is_absent).sum(dim=-1, keepdim=True)
     columns = torch.arange(num_tokens, dtype=torch.int32, device=key.device)
     total = key.new_zeros(num_kv_heads, num_tokens)
     for start in range(0, num_tokens, _BLOCK):
@@ -87,7 +111,13 @@ def redundancy(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
         place = latest.clamp(min=0).long()
         cosines.scatter_(-1, place, cosines.gather(-1, place).masked_fill_(latest >= 0, 0))
         total += cosines.sum(dim=1)
-    means = total / num_entries
-    if is_absent is not None:
-        means.masked_fill_(is_absent, float("-inf"))
-    return torch.softmax(means, dim=-1)
+    return total
+
+
+def _shares(total: torch.Tensor, inputs: ScoringInputs) -> torch.Tensor:
+    """The softmax of mean cosines over the entries of each head."""
+    is_absent = inputs.is_absent
+    if is_absent is None:
+        return torch.softmax(total / inputs.key.shape[1], dim=-1)
+    means = total / (~is_absent).sum(dim=-1, keepdim=True)
+    return torch.softmax(means.masked_fill_(is_absent, float("-inf")), dim=-1)

@@ -6,6 +6,7 @@
 #include "criticality.h"
 #include "probe.h"
 #include "selection.h"
+#include "similarity.h"
 #include "tiles.h"
 #include "two_stages.h"
 #include "value_norms.h"
@@ -47,6 +48,15 @@ Tensor window_attention(const Tensor& query, const Tensor& key, double scale, in
     return Attention(query, key, scale, sinks, num_absent).over_rows(largest);
   });
   return max_pool(attention, kernel_size);
+}
+
+// The sum of each key's cosines with the others of its head, but for what goes to the latest of those alike.
+Tensor similarities(const Tensor& key, double threshold, const std::optional<Tensor>& num_absent,
+                    at::ScalarType multiplied) {
+  TORCH_CHECK(key.stride(2) == 1 && fits(num_absent, key.size(0)));
+  return dispatch(key.scalar_type(), multiplied, [&](auto t, auto m) {
+    return Similarity<element<decltype(t)>, element<decltype(m)>>(key, threshold, num_absent).sums();
+  });
 }
 
 // What a probe says of a chunk's tokens. Tables are [num_tokens, pairs] float, and may have no pairs.
@@ -255,6 +265,8 @@ TORCH_LIBRARY(vllm_kvselect, library) {
   library.def(
       "window_attention(Tensor query, Tensor key, float scale, int kernel_size, Tensor? sinks, "
       "Tensor? num_absent, ScalarType multiplied, bool largest) -> Tensor", window_attention);
+  library.def(
+      "similarities(Tensor key, float threshold, Tensor? num_absent, ScalarType multiplied) -> Tensor", similarities);
   library.def(
       "probe_scores(Tensor query, Tensor key, Tensor value, Tensor weights, Tensor cos, Tensor sin, "
       "int first_position, float per_token) -> Tensor", probe_scores);
