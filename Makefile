@@ -58,7 +58,7 @@ docs: develop ## build the documentation site into site/; broken links and ancho
 demo: install ## run the demo
 	$(BIN)/python benchmarks/demo.py
 
-# The table of the README's quality row, in two to three minutes on two cores.
+# A part of the README's table of quality, in two to three minutes on two cores.
 evaluate: develop ## measure what the small model still answers after eviction (ARGS=more options)
 	$(BIN)/vllm-kvselect evaluate ruler --tasks niah_single_1,niah_single_2 \
 		--lengths 2048 --max-tokens 14 --num-examples 8 --scenarios regular,context-only \

@@ -70,7 +70,8 @@ def full_cache(config: EvaluationConfig) -> EvictionConfig:
 
 def request_settings(eviction: EvictionConfig) -> dict[str, Any]:
     """What a request sends as `vllm_xargs`: whatever would act, also where it is the default."""
-    keys = REQUEST_KEYS if eviction.enabled else ("kv_eviction", "kv_prefill")
+    without_eviction = ("kv_eviction", "kv_prefill", "kv_prefill_budget")
+    keys = REQUEST_KEYS if eviction.enabled else without_eviction
     values = {key: getattr(eviction, REQUEST_KEYS[key]) for key in keys}
     if not eviction.decode_budget:
         values.pop("kv_eviction_decode_interval", None)
