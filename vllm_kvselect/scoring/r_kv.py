@@ -9,8 +9,8 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.snapkv import max_pool, mean_pool, window_logits
 
-_BLOCK = 32
-"""Keys that are compared with all others at once: memory does not grow with the square."""
+_BLOCK_ELEMENTS = 2**22
+"""Cosines that are alive at once, 16 MiB in float32: memory does not grow with the square."""
 
 
 def r_kv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
@@ -102,10 +102,11 @@ def similarities(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
         directions = directions.masked_fill(is_absent[..., None], 0)
     columns = torch.arange(num_tokens, dtype=torch.int32, device=key.device)
     total = key.new_zeros(num_kv_heads, num_tokens)
-    for start in range(0, num_tokens, _BLOCK):
-        rows = directions[:, start : start + _BLOCK]
+    step = max(1, _BLOCK_ELEMENTS // total.numel())
+    for start in range(0, num_tokens, step):
+        rows = directions[:, start : start + step]
         cosines = torch.bmm(rows, directions.transpose(1, 2))
-        cosines[..., start : start + _BLOCK].diagonal(dim1=1, dim2=2).zero_()
+        cosines[..., start : start + step].diagonal(dim1=1, dim2=2).zero_()
         # -1, no column, where no other key is alike.
         latest = torch.where(cosines > threshold, columns, -1).amax(dim=-1, keepdim=True)
         place = latest.clamp(min=0).long()
