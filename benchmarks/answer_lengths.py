@@ -41,7 +41,7 @@ def main(
     ] = "snapkv,r-kv,streaming-llm,random",
     budgets: Annotated[str, typer.Option(help="Decode budgets, by commas.")] = "128",
     interval: Annotated[int, typer.Option(min=BLOCK_SIZE, help="Tokens between rounds.")] = 64,
-    max_tokens: Annotated[int, typer.Option(help="Where an answer is cut off.")] = 2000,
+    max_tokens: Annotated[int, typer.Option(help="Where an answer is cut off.")] = 1000,
     temperature: Annotated[float, typer.Option(help="Of the answers.")] = 0.7,
     kv_mib: Annotated[int, typer.Option(help="KV cache, with room for 32 answers.")] = 3400,
 ) -> None:
