@@ -39,6 +39,7 @@ def main(
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 1500,
     output_len: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 200,
     kv_mib: Annotated[int, typer.Option(min=1, help="KV cache of both engines, in MiB.")] = 96,
+    stock_kv_mib: Annotated[int, typer.Option(min=0, help="Stock's; 0: the same.")] = 0,
     method: Annotated[str, typer.Option(help="The plugin's method.")] = "adakv-perturb",
     budget: Annotated[str, typer.Option(help="Entries per KV head, or a fraction.")] = "256",
     decode_budget: Annotated[int, typer.Option(min=0, help="Of the plugin; 0: no rounds.")] = 0,
@@ -64,7 +65,7 @@ def main(
         "model": model,
         "dtype": dtype,
         "enforce_eager": enforce_eager,
-        "kv_bytes": kv_mib * MIB,
+        "kv_bytes": (stock_kv_mib or kv_mib) * MIB,
         "max_model_len": prompt_len + output_len,
         "output_len": output_len,
         "block_size": block_size,
@@ -74,7 +75,8 @@ def main(
     }
     decoding = {"decode_budget": decode_budget, "decode_interval": decode_interval}
     eviction = EvictionConfig.parse({"method": method, "budget": parse_number(budget), **decoding})
-    jobs = {"stock": stock, "plugin": {**stock, "eviction": eviction.model_dump()}}
+    plugin = {**stock, "kv_bytes": kv_mib * MIB, "eviction": eviction.model_dump()}
+    jobs = {"stock": stock, "plugin": plugin}
     measured = _measure_rounds(jobs, rounds, unlimited)
     summary = _summary(measured)
     _print_table(measured, summary)

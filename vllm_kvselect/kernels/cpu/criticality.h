@@ -81,7 +81,7 @@ struct Criticality {
 
   float larger_product(const float* query, const float* high, const float* low) const {
     Vec with_high(0.f), with_low(0.f);
-    for_lanes(0, head_size(), [&](int64_t i, int64_t n) {
+    for_lanes(0, head_size(), [&](int64_t i, auto n) {
       const Vec x = load(query + i, n);
       with_high = at::vec::fmadd(x, load(high + i, n), with_high);
       with_low = at::vec::fmadd(x, load(low + i, n), with_low);

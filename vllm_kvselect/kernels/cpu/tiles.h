@@ -31,14 +31,35 @@ inline float largest_lane(const Vec& vec) {
   return at::vec::vec_reduce_all<float>([](Vec& x, Vec& y) { return at::vec::maximum(x, y); }, vec);
 }
 
-inline Vec load(const float* in, int64_t count) {
-  return count == kLanes ? Vec::loadu(in) : Vec::loadu(in, count);
-}
+// As many elements as a vector has, known when the code is compiled.
+using Full = std::integral_constant<int64_t, kLanes>;
 
-// Calls `function(start, count)` for a range, in lanes.
+inline Vec load(const float* in, Full) { return Vec::loadu(in); }
+inline Vec load(const float* in, int64_t count) { return Vec::loadu(in, count); }
+
+// Calls `function(start, count)` for a range, in lanes; `count` is `Full` but for what is left over.
 template <typename Function>
 void for_lanes(int64_t begin, int64_t end, const Function& function) {
-  for (int64_t i = begin; i < end; i += kLanes) function(i, std::min(kLanes, end - i));
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) function(i, Full());
+  if (i < end) function(i, end - i);
+}
+
+// Widens `count` elements; at::vec::convert does it one by one.
+template <typename T>
+void widen(const T* in, float* out, int64_t count) {
+  if constexpr (std::is_same_v<T, float>) {
+    std::copy_n(in, count, out);
+  } else {
+    using Narrow = at::vec::Vectorized<T>;
+    for (int64_t i = 0; i < count; i += Narrow::size()) {
+      const int64_t n = std::min<int64_t>(Narrow::size(), count - i), first = std::min(n, kLanes);
+      const Narrow elements = n == Narrow::size() ? Narrow::loadu(in + i) : Narrow::loadu(in + i, n);
+      const auto [low, high] = at::vec::convert_to_float<T>(elements);
+      low.store(out + i, first);
+      if (n > first) high.store(out + i + first, n - first);
+    }
+  }
 }
 
 // The right operand of brgemm, [depth, columns]: elements narrower than float stand in pairs of
@@ -77,7 +98,7 @@ class Rows {
       data = rows, stride = row_stride;
     } else {
       for (int64_t i = 0; i < count; ++i)
-        at::vec::convert(rows + i * row_stride, buffer_.data() + i * size_, size_);
+        widen(rows + i * row_stride, buffer_.data() + i * size_, size_);
       data = buffer_.data(), stride = size_;
     }
   }
