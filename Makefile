@@ -13,7 +13,7 @@ MODEL_NAME := smollm2-135m-instruct
 # 512 MiB hold about 23,000 tokens of this model: few enough that freed blocks matter.
 SERVE_FLAGS := \
 	--served-model-name $(MODEL_NAME) \
-	--kv-eviction adakv-perturb \
+	--kv-eviction auto \
 	--kv-eviction-budget 512 \
 	--max-model-len 8192 \
 	--kv-cache-memory-bytes 512M \
@@ -21,7 +21,7 @@ SERVE_FLAGS := \
 	--host 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help install develop serve test test-next lint docs demo evaluate clean
+.PHONY: help install develop serve fast test test-next load lint docs tables demo evaluate clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,11 +40,18 @@ serve: install ## serve the small model on 127.0.0.1 with eviction (PORT=8000, A
 		&& echo 'serve: vLLM starts; in about a minute it answers on http://127.0.0.1:$(PORT)' \
 		&& exec $(BIN)/vllm serve "$$model" --dtype "$$dtype" $(SERVE_FLAGS) --port $(PORT) $(ARGS)
 
-test: lint docs ## lint, build the documentation, then run all tests
-	$(BIN)/pytest -n 2 --dist loadgroup
+fast: develop ## the tests that neither start an engine nor are slow: under a minute
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'not engine and not slow' $(ARGS)
+
+test: lint docs ## lint, build the documentation, then run all tests (ARGS=pytest's options)
+	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
 
 test-next: develop ## the tests that need no compiled code, on a newer vLLM (ARGS=pytest's options)
 	$(BIN)/python -m tests.next -n 2 --dist loadgroup $(ARGS)
+
+load: develop ## load tests: a server, then crowded engines; some ten minutes on two cores
+	$(BIN)/python -m tests.load.soak --minutes 5
+	$(BIN)/python -m tests.load.equivalence --num-requests 500 --num-distinct 100
 
 lint: develop ## ruff, its formatter, mypy, and the contracts on imports
 	$(BIN)/ruff check
@@ -54,6 +61,9 @@ lint: develop ## ruff, its formatter, mypy, and the contracts on imports
 
 docs: develop ## build the documentation site into site/; broken links and anchors are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+tables: develop ## make the tables of the documentation from the code
+	$(BIN)/python -m tests.tables
 
 demo: install ## run the demo
 	$(BIN)/python benchmarks/demo.py

@@ -5,24 +5,22 @@ A script calls itself again as a child, so no engine inherits anything from the 
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 from rich.console import Console
 
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.config import CONFIG_KEY, ConfigError, EvictionConfig
-from vllm_kvselect.evaluation.server import tail
-from vllm_kvselect.machine import processor
-from vllm_kvselect.retention import cuts
+from vllm_kvselect.evaluation.server import plugin_environment, stop, tail
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.planning.cuts import cuts
 from vllm_kvselect.tiny_model import TinyModelError
 
 if TYPE_CHECKING:
@@ -93,6 +91,33 @@ def run_child(script: str, job: Job, timeout: float | None = None) -> dict[str, 
             return json.loads(reply)
         log.seek(0)
         raise BenchmarkError(f"the engine's process failed; its log ends:\n{tail(log.read())}")
+
+
+def run_in_turn(script: str, jobs: dict[str, Job], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Runs every job once a round, in alternating order so that a slow drift cancels out.
+
+    Args:
+        script: As of `run_child`.
+        jobs: By engine.
+        rounds: Number of rounds.
+
+    Returns:
+        What each engine's children returned, round by round.
+    """
+    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
+    with Console(stderr=True).status("starting") as status:
+        for index in range(rounds):
+            for name in list(jobs) if index % 2 == 0 else list(reversed(jobs)):
+                status.update(f"round {index + 1} of {rounds}: {name}")
+                measured[name].append(run_child(script, jobs[name]))
+    return measured
+
+
+def bytes_of_tokens(model: str, dtype: str, num_tokens: int) -> int:
+    """Bytes that so many tokens take in a KV cache, in all layers."""
+    config = json.loads((Path(model) / "config.json").read_text())
+    width = 2 * config["num_key_value_heads"] * config.get("head_dim", 64)
+    return num_tokens * width * config["num_hidden_layers"] * (4 if dtype == "float32" else 2)
 
 
 def engine_arguments(job: Job) -> dict[str, Any]:
@@ -178,16 +203,6 @@ def blocks_retained(prompt_len: int, block_size: int, eviction: dict[str, Any] |
     return num_blocks - cuts(prompt_len, block_size, config).num_freed(prompt_len)
 
 
-def machine() -> dict[str, Any]:
-    """Returns the processor, the cores this process may use and the versions known everywhere."""
-    return {
-        "cpu": processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "plugin": _version("vllm-kvselect"),
-    }
-
-
 def default_model() -> str:
     """Returns the folder of the small model, made on first use."""
     from vllm_kvselect.tiny_model import tiny_model
@@ -195,32 +210,9 @@ def default_model() -> str:
     return str(tiny_model())
 
 
-def stop(process: "subprocess.Popen[str]", grace: float = 20.0) -> None:
-    """Ends a process that may still run; vLLM's own children end with it."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(grace)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def table_console() -> Console:
-    """Returns a console for tables, wide enough for them also when stdout is a file."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
-
-
 def stock_environment() -> dict[str, str]:
     """Returns this process's environment with vLLM's general plugins switched off."""
     return {**os.environ, "VLLM_PLUGINS": ""}
-
-
-def plugin_environment() -> dict[str, str]:
-    """Returns this process's environment with vLLM's general plugins as installed."""
-    return {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
 
 
 def child_environment(job: Job) -> dict[str, str]:
@@ -249,10 +241,3 @@ def _answer(measure: Callable[[Job], dict[str, Any]]) -> None:
 def _evicts(job: Job) -> bool:
     """Whether the job's engine has our worker; else it is stock, if only in all but name."""
     return job["eviction"] is not None and EvictionConfig.parse(job["eviction"]).may_act
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

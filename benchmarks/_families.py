@@ -32,6 +32,18 @@ SLIDING = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_atte
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 
+MAMBA_2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+}
+UNCACHED = {"enable_prefix_caching": False}
+"""vLLM's CPU code of Mamba 2 has no states inside a chunk."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -132,6 +144,61 @@ FAMILIES = (
         "gemma3n_text",
         {**SLIDING, "num_kv_shared_layers": 2},
         architecture="Gemma3nForCausalLM",
+    ),
+    Family(
+        "Gemma 4",
+        "gemma4_text",
+        {
+            **SLIDING,
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 2,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": VOCABULARY,
+        },
+    ),
+    Family(
+        "LFM2",
+        "lfm2",
+        {
+            "layer_types": ["conv", "full_attention"] * 2,
+            "conv_dim": HIDDEN,
+            "block_dim": HIDDEN,
+            "block_ff_dim": HIDDEN,
+            "block_multiple_of": 64,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    Family(
+        "Granite 4 H",
+        "granitemoehybrid",
+        {
+            **MAMBA_2,
+            "layer_types": ["mamba", "attention"] * 2,
+            "num_local_experts": 0,
+            "shared_intermediate_size": HIDDEN,
+            "position_embedding_type": "nope",
+            "attention_multiplier": 32**-0.5,
+        },
+        engine=UNCACHED,
+    ),
+    Family("Falcon-H1", "falcon_h1", {**MAMBA_2, "mamba_d_ssm": 256}, engine=UNCACHED),
+    Family(
+        "Nemotron-H",
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "attention"] * 2,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 32,
+            "n_groups": 1,
+            "conv_kernel": 4,
+            "chunk_size": 64,
+            "expand": 2,
+        },
+        {key: size for key, size in SHAPE.items() if key != "num_hidden_layers"},
+        engine=UNCACHED,
     ),
     Family("Qwen 3 Next", "qwen3_next", {**EXPERTS, **LINEAR}, architecture="Qwen3NextForCausalLM"),
     Family("Mamba", "mamba", STATE_SPACE, COMMON, architecture="MambaForCausalLM"),

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_kvselect.analysis.capture import capture, continue_prompt
-from vllm_kvselect.analysis.retained import Prompt, retained_entries
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.retention import cuts
+from vllm_kvselect.offline.capture import capture, continue_prompt
+from vllm_kvselect.offline.retained import Prompt, retained_entries
+from vllm_kvselect.planning.cuts import cuts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,7 +117,8 @@ def logprobs_on_positions(
     cache = DynamicCache(config=model.config)
     model(torch.tensor([prompt]), past_key_values=cache)
     for layer in cache.layers if positions is not None else ():
-        if not layer.is_sliding:
+        # A layer without a cache of tokens keeps a state, and drops nothing.
+        if not getattr(layer, "is_sliding", True):
             layer.keys, layer.values = layer.keys[:, :, positions], layer.values[:, :, positions]
     rows = [
         model(

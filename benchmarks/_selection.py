@@ -12,8 +12,9 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cpu
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.machine import fast_dtype
-from vllm_kvselect.methods.registry import METHODS, scorer_named
+from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.parts import scorer_named
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting.pruning import needed_value_norms
 from vllm_kvselect.selecting.selection import stage_1_mask
@@ -87,7 +88,7 @@ def parts(
     num_retained = num_packed * shape.kv_heads * block_size
     num_tokens = (length - config.window) // block_size * block_size
     key, value = inputs.key, inputs.value[:, :num_tokens]
-    scorer = kernels.scorer(scorer_named(method.scorer))
+    scorer = kernels.scorer(scorer_named(method.scores))
     allocate = getattr(kernels, method.allocator)
     scores = scorer(inputs, config)[:, :num_tokens]
     pages = allocate(scores, num_packed, block_size, config)

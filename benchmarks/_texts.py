@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from _engine import BenchmarkError
 
-from vllm_kvselect.analysis.speeches import speeches_folder
-from vllm_kvselect.analysis.texts import describe, read_texts
+from vllm_kvselect.offline.speeches import speeches_folder
+from vllm_kvselect.offline.texts import describe, read_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -31,9 +31,9 @@ def measure(job: Job) -> Result:
     llm = LLM(**engine_arguments(job))
     # One prompt of full length, and none of those measured: everything that happens only once,
     # such as compiling or binding weights, happens here.
-    _generate(llm, [job["warm_up"]], WARM_UP_TOKENS)
+    generate(llm, [job["warm_up"]], WARM_UP_TOKENS)
 
-    held = _watched(llm)
+    held = watched(llm)
     before = _counts(llm)
     seconds = _timed(llm, job, job["output_len"])
     stats = eviction_stats(llm, job)
@@ -59,7 +59,7 @@ def measure(job: Job) -> Result:
     }
 
 
-def _watched(llm: "LLM") -> list[float]:
+def watched(llm: "LLM") -> list[float]:
     """The share of the KV cache that a running request holds in the mean, from now on step by step.
 
     vLLM gives its own loggers both numbers at once; its metrics are read one after the other.
@@ -81,7 +81,7 @@ def _timed(llm: "LLM", job: Job, output_len: int) -> float:
     empty_prefix_cache(llm)
     reset_eviction_stats(llm, job)
     start = time.perf_counter()
-    _generate(llm, job["prompts"], output_len)
+    generate(llm, job["prompts"], output_len)
     return time.perf_counter() - start
 
 
@@ -91,12 +91,12 @@ def _first_token_seconds(llm: "LLM", job: Job) -> float:
     for _ in range(FIRST_TOKENS):
         empty_prefix_cache(llm)
         # Two tokens, since one drops nothing.
-        (output,) = _generate(llm, job["prompts"][:1], 2)
+        (output,) = generate(llm, job["prompts"][:1], 2)
         seconds.append(output.metrics.first_token_latency)
     return statistics.median(seconds)
 
 
-def _generate(llm: "LLM", prompts: list[list[int]], output_len: int) -> list["RequestOutput"]:
+def generate(llm: "LLM", prompts: list[list[int]], output_len: int) -> list["RequestOutput"]:
     """Generates exactly `output_len` tokens per prompt, or fails."""
     from vllm import SamplingParams
 

@@ -19,17 +19,16 @@ from _engine import (
     describe,
     empty_prefix_cache,
     engine_arguments,
-    machine,
     run_child,
     run_script,
-    table_console,
 )
 from _texts import plain_prompts
 from rich.table import Table
 
-from vllm_kvselect.analysis.command import parse_number
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.machine import dtype_name, fast_dtype
+from vllm_kvselect.machine import dtype_name, fast_dtype, machine
+from vllm_kvselect.offline.parsing import parse_number
+from vllm_kvselect.offline.tables import console as table_console
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams

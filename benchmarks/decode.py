@@ -25,9 +25,7 @@ from _engine import (
     default_model,
     empty_prefix_cache,
     engine_arguments,
-    machine,
     run_script,
-    table_console,
 )
 from _texts import plain_prompts
 from _turns import TurnTaker, answer_in_turns
@@ -35,7 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.machine import dtype_name, fast_dtype
+from vllm_kvselect.machine import dtype_name, fast_dtype, machine
+from vllm_kvselect.offline.tables import console as table_console
 
 if TYPE_CHECKING:
     from vllm import LLM

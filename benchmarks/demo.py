@@ -9,22 +9,16 @@ import urllib.request
 from typing import Annotated, NamedTuple
 
 import typer
-from _engine import (
-    MIB,
-    default_model,
-    plugin_environment,
-    run_script,
-    stock_environment,
-    table_console,
-)
+from _engine import MIB, default_model, run_script, stock_environment
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_kvselect.analysis.speeches import speeches
-from vllm_kvselect.analysis.tasks import Needle, needles
-from vllm_kvselect.evaluation.server import serving
+from vllm_kvselect.evaluation.server import plugin_environment, serving
 from vllm_kvselect.machine import dtype_name, fast_dtype
+from vllm_kvselect.offline.speeches import speeches
+from vllm_kvselect.offline.tables import console as table_console
+from vllm_kvselect.offline.tasks import Needle, needles
 
 BLOCK_SIZE = 32
 """For both servers, so that their blocks compare; on CPU stock's own would be 128."""

@@ -13,21 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from _engine import (
-    MIB,
-    BenchmarkError,
-    default_model,
-    machine,
-    plugin_environment,
-    run_script,
-    stock_environment,
-    table_console,
-)
+from _engine import MIB, BenchmarkError, default_model, run_script, stock_environment
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvselect.evaluation.server import serving, tail, vllm_command
-from vllm_kvselect.machine import dtype_name, fast_dtype
+from vllm_kvselect.evaluation.server import plugin_environment, serving, tail, vllm_command
+from vllm_kvselect.machine import dtype_name, fast_dtype, machine
+from vllm_kvselect.offline.tables import console as table_console
 
 METRICS = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "output_throughput")
 

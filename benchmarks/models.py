@@ -192,7 +192,7 @@ def _refusal(error: BaseException | None, model: str) -> str:
         raise raised
     reason = str(error).removeprefix("kv_eviction cannot be used here: ").replace(repr(model), "")
     reason = " ".join(reason.split()).removeprefix("model ")
-    return re.split("; serve (?:it|this model) without", reason)[0]
+    return re.split("; (?:serve|choose) ", reason)[0]
 
 
 def _last_line(text: str) -> str:

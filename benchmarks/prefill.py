@@ -19,23 +19,22 @@ import typer
 from _engine import (
     MIB,
     Job,
+    bytes_of_tokens,
     default_model,
     describe,
     empty_prefix_cache,
     engine_arguments,
     eviction_stats,
-    machine,
     reset_eviction_stats,
-    run_child,
+    run_in_turn,
     run_script,
-    table_console,
 )
 from _texts import plain_prompts
-from rich.console import Console
 from rich.table import Table
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.machine import dtype_name, fast_dtype
+from vllm_kvselect.machine import dtype_name, fast_dtype, machine
+from vllm_kvselect.offline.tables import console as table_console
 from vllm_kvselect.shallow_model import shallow_copy
 
 if TYPE_CHECKING:
@@ -66,7 +65,6 @@ def main(
     lengths: Annotated[str, typer.Option(help="Tokens per prompt.")] = "2048,8192,32768",
     budget: Annotated[int, typer.Option(help="Tokens that a segment reads before it.")] = 2048,
     dense_until: Annotated[int, typer.Option(help="First tokens, which read all.")] = 4096,
-    coverage: Annotated[float, typer.Option(help="Share to cover instead of the budget.")] = 0.0,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 1,
     rounds: Annotated[int, typer.Option(min=1)] = 2,
     with_off: Annotated[
@@ -83,7 +81,6 @@ def main(
         "prefill": "critiprefill",
         "prefill_budget": budget,
         "prefill_dense_until": dense_until,
-        "prefill_coverage": coverage,
     }
     with tempfile.TemporaryDirectory() as folder:
         if llama_layers:
@@ -101,17 +98,14 @@ def main(
             "num_prompts": num_prompts,
             "eviction": None,
         }
-        stock["kv_bytes"] = _kv_bytes(stock)
+        # The longest prompt, rounded up to whole blocks of 128 tokens, and some more.
+        room = bytes_of_tokens(stock["model"], dtype, stock["max_model_len"] + 512)
+        stock["kv_bytes"] = room + MIB
         jobs = {"stock": stock, "sparse": {**stock, "eviction": prefill}}
         if with_off:
             off = {"prefill": "dense", "allow_override": ["prefill", "prefill_budget"]}
             jobs["off"] = {**stock, "eviction": prefill | off}
-        measured: dict[str, list[Result]] = {name: [] for name in jobs}
-        with Console(stderr=True).status("starting") as status:
-            for index in range(rounds):
-                for name in list(jobs) if index % 2 == 0 else list(reversed(jobs)):
-                    status.update(f"round {index + 1} of {rounds}: {name}")
-                    measured[name].append(run_child(__file__, jobs[name]))
+        measured = run_in_turn(__file__, jobs, rounds)
     rows = [_row(index, length, measured) for index, length in enumerate(all_lengths)]
     _print_table(rows)
     settings |= {"model": Path(model).name, "eviction": EvictionConfig.parse(prefill).model_dump()}
@@ -122,14 +116,6 @@ def _random_model(folder: Path, num_layers: int) -> str:
     config = {**LLAMA_3_8B, "num_hidden_layers": num_layers, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
-
-
-def _kv_bytes(job: Job) -> int:
-    """A cache for the longest prompt, rounded up to whole blocks of 128 tokens, and some more."""
-    config = json.loads((Path(job["model"]) / "config.json").read_text())
-    width = 2 * config["num_key_value_heads"] * config.get("head_dim", 64)
-    entry = width * config["num_hidden_layers"] * (2 if job["dtype"] == "bfloat16" else 4)
-    return (job["max_model_len"] + 512) * entry + MIB
 
 
 def _row(index: int, length: int, measured: dict[str, list[Result]]) -> Result:

@@ -3,9 +3,9 @@
 The shares are the plugin's own clock around selection and packing, before and after the first
 token, over stock vLLM's prefill of the same prompt, one prompt at a time, both in fresh processes
 by turns. Memory is what one layer's selection adds to the peak of a process's resident memory, on
-random tensors in the shape of the small model. Methods that see the whole prompt, such as
-`layer-probe`, score it chunk by chunk in the engine, so one layer alone does not tell theirs. The
-last line of the output is one JSON object.
+random tensors in the shape of the small model. Of methods that remember something of a prompt, such
+as `h2o` and `layer-probe`, one layer alone does not tell it. The last line of the output is one
+JSON object.
 """
 
 import ctypes
@@ -25,19 +25,19 @@ from _engine import (
     empty_prefix_cache,
     engine_arguments,
     eviction_stats,
-    machine,
     reset_eviction_stats,
     run_child,
+    run_in_turn,
     run_script,
-    table_console,
 )
 from _texts import plain_prompts
 from rich.console import Console
 from rich.table import Table
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.machine import dtype_name, fast_dtype
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.machine import dtype_name, fast_dtype, machine
+from vllm_kvselect.offline.tables import console as table_console
+from vllm_kvselect.registry import METHODS
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -70,16 +70,11 @@ def main(
         "eviction": None,
     }
     jobs = {"stock": stock, "plugin": {**stock, "eviction": eviction}}
-    measured: dict[str, list[Result]] = {name: [] for name in jobs}
-    with Console(stderr=True).status("starting") as status:
-        for index in range(rounds):
-            for name in list(jobs) if index % 2 == 0 else list(reversed(jobs)):
-                status.update(f"round {index + 1} of {rounds}: {name}")
-                measured[name].append(run_child(__file__, jobs[name]))
-        status.update("memory")
+    measured = run_in_turn(__file__, jobs, rounds)
+    with Console(stderr=True).status("memory"):
         memory = [
             None
-            if METHODS[method].whole_prompt
+            if METHODS[method].scorer.memory is not None
             else run_child(__file__, {"memory_of": length, "eviction": eviction})["bytes"]
             for length in all_lengths
         ]
@@ -180,8 +175,8 @@ def _extra_memory(length: int, config: EvictionConfig) -> int:
     from _selection import layer
     from selection import SHAPE
 
+    from vllm_kvselect.choice import retain
     from vllm_kvselect.kernels import cpu
-    from vllm_kvselect.methods.choice import retain
 
     torch.set_num_threads(1)
     num_tokens = (length - config.window) // BLOCK_SIZE * BLOCK_SIZE

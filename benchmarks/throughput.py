@@ -11,23 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from _engine import (
-    MIB,
-    Job,
-    default_model,
-    machine,
-    run_child,
-    run_script,
-    table_console,
-)
+from _engine import MIB, Job, default_model, run_child, run_script
 from _texts import plain_prompts
 from _throughput import measure
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvselect.analysis.command import parse_number
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.machine import dtype_name, fast_dtype
+from vllm_kvselect.machine import dtype_name, fast_dtype, machine
+from vllm_kvselect.offline.parsing import parse_number
+from vllm_kvselect.offline.tables import console as table_console
 
 Result = dict[str, Any]
 Round = dict[str, Result]

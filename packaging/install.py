@@ -187,6 +187,9 @@ def install_project(venv: Path, variant: str, purpose: str) -> None:
     extras = ",".join((variant, *PURPOSES[purpose]))
     wait = f"{DURATIONS[purpose]} the first time, most of it downloads"
     step(f"installing the project with [{extras}]: {wait}")
+    # Of an earlier state of the checkout; whoever runs in it would take that for what is installed.
+    for stale in ROOT.glob("*.egg-info"):
+        shutil.rmtree(stale)
     if not run_pip(venv, "install", "--editable", f"{ROOT}[{extras}]", show=True):
         raise InstallError("pip could not install the project; its message is above")
 

@@ -9,13 +9,22 @@ import shutil
 
 import pytest
 
+from tests import marks, process_memory, slow
+
+pytest.register_assert_rewrite("tests.kernels.twins")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("XFORMERS_ENABLE_TRITON", "1")  # without a GPU too
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    for plugin in (marks, process_memory, slow):
+        config.pluginmanager.register(plugin)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    slow.add_option(parser)
     parser.addoption(
         "--machine-steps",
         type=int,

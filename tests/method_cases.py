@@ -7,7 +7,7 @@ import pytest
 
 from tests.strategies import Layer, Shape, rotation, scoring_inputs
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
@@ -45,8 +45,8 @@ class MethodCase:
             OutputProjection.of(layer.output_projection) if method.perturbation else None,
             layer.sinks,
             layer_index,
-            rotation(shape.head_size) if method.rotation else None,
-            layer.probe if method.probe else None,
+            rotation(shape.head_size) if "rotation" in method.needs else None,
+            layer.probe if "probe" in method.needs else None,
         )
 
 

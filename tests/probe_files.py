@@ -18,14 +18,12 @@ def probe_of(model: Path) -> Path:
     config = json.loads((model / "config.json").read_text())
     sizes: dict[str, Any] = {
         "num_layers": config["num_hidden_layers"],
-        "num_heads": config["num_attention_heads"],
         "num_kv_heads": config["num_key_value_heads"],
         "head_size": config["head_dim"],
     }
     facts = ModelFacts(name=model.name, fingerprint=fingerprint(str(model)), **sizes)
-    group = facts.num_heads // facts.num_kv_heads
     weights = [
-        0.2 * random_probe(facts.num_kv_heads, group, facts.head_size, seed=index)
+        0.2 * random_probe(facts.num_kv_heads, facts.head_size, seed=index)
         for index in range(facts.num_layers)
     ]
     quality = QualityFacts(

@@ -164,15 +164,14 @@ def random_layer(
         output_projection=projection.to(dtype),
         prompt_query=torch.cat([earlier, query]).to(dtype),
         sinks=(3 + 2 * normal(shape.num_heads)).to(dtype) if with_sinks else None,
-        probe=random_probe(shape.num_kv_heads, shape.group, shape.head_size, seed),
+        probe=random_probe(shape.num_kv_heads, shape.head_size, seed),
     )
 
 
-def random_probe(num_kv_heads: int, group: int, head_size: int, seed: int) -> torch.Tensor:
+def random_probe(num_kv_heads: int, head_size: int, seed: int) -> torch.Tensor:
     """Draws a probe whose heads do not agree on how much their entries matter."""
     generator = torch.Generator().manual_seed(seed)
-    num_features = (group + 2) * head_size + 1
-    return 0.3 * torch.randn(num_features, num_kv_heads, generator=generator)
+    return 0.3 * torch.randn(2 * head_size + 1, num_kv_heads, generator=generator)
 
 
 def frequencies(head_size: int) -> list[float]:

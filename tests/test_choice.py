@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tests import oracle
 from tests.method_cases import MethodCase
 from tests.strategies import Layer, Shape, few
-from tests.uneven import Uneven, every_round_case, received, retain_uneven, unevens
+from tests.uneven import Uneven, every_round_case, numbers, retain_uneven, unevens
+from vllm_kvselect.choice import retain_pool
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.methods.choice import retain_pool
 from vllm_kvselect.selecting.ranking import Candidates
 
 
@@ -17,15 +17,18 @@ def run_oracle(case: MethodCase, uneven: Uneven) -> oracle.Retained:
     shape, config = uneven.shape, case.config(window=uneven.shape.window)
     packed = (shape.num_packed, shape.block_size)
     heads = [
-        [alone(layer, shape, head, absent) for head, absent in enumerate(of_heads)]
+        [alone(case, layer, shape, of_heads, head) for head in range(len(of_heads))]
         for layer, of_heads in zip(uneven.layers, uneven.num_absent, strict=True)
     ]
     lengths = (shape.num_tokens, shape.scale, *packed)
-    return oracle.retain_uneven(heads, *lengths, config, num_kept=uneven.num_kept)
+    return oracle.retain_uneven(heads, *lengths, config)
 
 
-def alone(layer: Layer, shape: Shape, head: int, num_absent: int) -> oracle.LayerInputs:
+def alone(
+    case: MethodCase, layer: Layer, shape: Shape, absent: list[int], head: int
+) -> oracle.LayerInputs:
     """A head with the entries that it has."""
+    num_absent = absent[head]
     queries = slice(head * shape.group, (head + 1) * shape.group)
     assert layer.sinks is not None
     return oracle.LayerInputs(
@@ -34,7 +37,7 @@ def alone(layer: Layer, shape: Shape, head: int, num_absent: int) -> oracle.Laye
         layer.value[head : head + 1, num_absent : shape.num_tokens].tolist(),
         layer.output_projection[head : head + 1].tolist(),
         layer.sinks[queries].tolist(),
-        received=received(layer, shape)[head : head + 1, num_absent:].tolist(),
+        numbers=numbers(case, layer, shape, absent)[head : head + 1, num_absent:].tolist(),
     )
 
 
@@ -49,14 +52,10 @@ def test_heads_of_different_lengths_retain_what_the_oracle_says(
     num_tokens = uneven.shape.num_tokens
     assert retention.retained.tolist() == [h * num_tokens + t for h, t in expected.entries]
     assert retention.offsets.diff().tolist() == expected.pages
-    # What is absent is never retained, and what must be kept always is.
+    # What is absent is never retained.
     absent = torch.tensor(uneven.num_absent).flatten()
     head, token = retention.retained // num_tokens, retention.retained % num_tokens
     assert (token >= absent[head]).all()
-    if uneven.num_kept is not None:
-        kept = torch.tensor(uneven.num_kept).flatten()
-        is_kept = token < (absent + kept)[head]
-        assert torch.equal(head[is_kept].bincount(minlength=len(kept)), kept)
 
 
 def test_a_head_that_wants_little_keeps_its_first_tokens() -> None:

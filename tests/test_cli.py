@@ -4,8 +4,8 @@ from typer.testing import CliRunner, Result
 from vllm_kvselect import __version__
 from vllm_kvselect.cli import app
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.methods.registry import METHODS
-from vllm_kvselect.retention import cuts
+from vllm_kvselect.planning.cuts import cuts
+from vllm_kvselect.registry import METHODS
 from vllm_kvselect.tiny_model import tiny_model
 
 
@@ -74,7 +74,16 @@ def test_plan_shows_what_is_freed() -> None:
         "blocks packed": str(cut.num_packed),
         "blocks of the tail": "2",
         "blocks freed": f"{cut.first_packed} of 49",
+        "most blocks held": "49",
     }
+
+
+def test_plan_shows_the_most_that_a_prompt_holds_with_cuts_in_it() -> None:
+    command = ("plan", "--prompt-len", "32768", "--budget", "2048", "--method", "keydiff")
+    assert rows(run(*command))["most blocks held"] == "1024"
+    bounded = rows(run(*command, "--prompt-interval", "512"))
+    assert bounded["most blocks held"] == str((2048 + 2 * 512) // 32)
+    assert bounded["blocks freed"] == rows(run(*command))["blocks freed"]
 
 
 @pytest.mark.parametrize("budget", ["0.25", "250"])
@@ -102,7 +111,7 @@ def test_plan_that_frees_nothing_says_so() -> None:
 def test_plan_refuses_the_budget_that_a_server_refuses(budget: str, reason: str) -> None:
     result = run("plan", "--prompt-len", "1000", "--budget", budget)
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: {reason}, the window of 32 and one block of 32")
+    assert result.stderr.startswith(f"error: {reason}, the window of 32 and one page of 32")
     assert ("--max-model-len" in result.stderr) == (budget == "0.05")
 
 

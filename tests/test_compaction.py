@@ -22,9 +22,8 @@ from tests.strategies import (
     seeds,
     some,
 )
+from vllm_kvselect.choice import retain, retain_pool, score_layer
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.methods.choice import retain, retain_pool, score_layer
-from vllm_kvselect.methods.registry import METHODS
 from vllm_kvselect.paging.compaction import (
     gather_from_blocks,
     packed_slots,
@@ -34,7 +33,8 @@ from vllm_kvselect.paging.compaction import (
     scatter_entries,
 )
 from vllm_kvselect.paging.page_table import PageTable, headwise_page_table
-from vllm_kvselect.retention import Cut, cuts
+from vllm_kvselect.planning.cuts import Cut, cuts
+from vllm_kvselect.registry import METHODS
 from vllm_kvselect.selecting.ranking import Candidates
 
 block_ids = st.lists(st.integers(1, 500), min_size=1, max_size=6, unique=True)

@@ -1,3 +1,4 @@
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -5,11 +6,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vllm_kvselect.config import METHOD_NAMES, ConfigError, EvictionConfig
+from vllm_kvselect.config import KEYS, METHOD_NAMES, ConfigError, EvictionConfig, Prefill
+from vllm_kvselect.scorers import Pooling
 
 REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     ({"method": "h2"}, "method = 'h2'", "'adakv-perturb'"),
     ({"method": None}, "method = None", "'none'"),
+    ({"method": "auto"}, "method = 'auto'", "only a server can choose"),
     ({"budget": 0}, "budget = 0", "at least 1"),
     ({"budget": -3}, "budget = -3", "method 'none'"),
     ({"budget": 0.0}, "budget = 0.0", "above 0.0 and up to 1.0"),
@@ -20,8 +23,8 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     ({"decode_budget": -1}, "decode_budget = -1", "greater than or equal to 0"),
     ({"decode_budget": 0.5}, "decode_budget = 0.5", "valid integer"),
     (
-        {"method": "probe", "decode_budget": 512},
-        "decode_budget = 512 is not accepted with method = 'probe'",
+        {"method": "expected-attention", "decode_budget": 512},
+        "decode_budget = 512 is not accepted with method = 'expected-attention'",
         "set it to 0, or take one of streaming-llm, random, h2o, h2o-perturb",
     ),
     (
@@ -30,7 +33,7 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
         "leave one of them out",
     ),
     ({"decode_interval": 0}, "decode_interval = 0", "greater than or equal to 1"),
-    ({"keep_prompt": 1}, "keep_prompt = 1", "valid boolean"),
+    ({"check_integrity": 1}, "check_integrity = 1", "valid boolean"),
     ({"context": 0}, "context = 0", "greater than or equal to 1"),
     ({"context": "last"}, "context = 'last'", "'chat'"),
     ({"turn_start": ["user"]}, "turn_start = 'user'", "valid integer"),
@@ -77,23 +80,42 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     ({"prefill_dense_until": -1}, "prefill_dense_until = -1", "greater than or equal to 0"),
     ({"prefill_dense_layers": -1}, "prefill_dense_layers = -1", "greater than or equal to 0"),
     ({"prefill_layer_fusion": 1.0}, "prefill_layer_fusion = 1.0", "less than 1"),
-    ({"prefill_coverage": 1.5}, "prefill_coverage = 1.5", "less than or equal to 1"),
-    ({"prefill_values": 1}, "prefill_values = 1", "valid boolean"),
+    ({"prefill_layer_fusion": 1.0}, "prefill_layer_fusion = 1.0", "less than 1"),
     ({"probe": ""}, "probe = ''", "at least 1 character"),
     ({"probe": 1}, "probe = 1", "valid string"),
     (
         {"allow_override": ["window"]},
         "allow_override = 'window'",
-        "'decode_interval', 'prefill' or 'prefill_budget'",
+        "'prompt_interval', 'prefill' or 'prefill_budget'",
     ),
     ({"allow_override": "budget"}, "allow_override = 'budget'", "valid tuple"),
     ({"check_integrity": 1}, "check_integrity = 1", "valid boolean"),
+    ({"context_store": ""}, "context_store = ''", "at least 1 character"),
+    (
+        {"context_store": "folder", "context_store_bytes": 0},
+        "context_store_bytes = 0",
+        "greater than or equal to 1",
+    ),
+    ({"context_store_bytes": 9}, "context_store_bytes = 9", "give context_store a folder, too"),
     ({"decode_attention": "flash"}, "decode_attention = 'flash'", "'backend' or 'xformers'"),
     (
         {"budgets": 512},
         "unknown key 'budgets'",
-        "accepted keys: method, budget, decode_budget",
+        "did you mean 'budget'? accepted keys: method, budget, prompt_interval",
     ),
+    (
+        {"method": "expected-attention", "prompt_interval": 512},
+        "prompt_interval = 512 is not accepted with method = 'expected-attention'",
+        "it needs the positions of retained entries",
+    ),
+    (
+        {"prompt_interval": 512, "prefill": "critiprefill"},
+        "prompt_interval = 512 is not accepted with prefill = 'critiprefill'",
+        "leave one of them out",
+    ),
+    ({"r_kv_lamb": 0.5}, "unknown key 'r_kv_lamb'", "did you mean 'r_kv_lam'?"),
+    ({"parameters": {"alpha": 0.5}}, "unknown key 'parameters'", "accepted keys: method"),
+    ({"method": "adakv-pertub"}, "method = 'adakv-pertub'", "did you mean 'adakv-perturb'?"),
     ({1: 2}, "1 = ", "strings"),
 ]
 
@@ -109,7 +131,7 @@ def test_rejection_names_the_value_and_what_is_accepted(
 
 
 def test_every_field_has_a_rejected_value() -> None:
-    assert set(EvictionConfig.model_fields) <= {key for values, *_ in REJECTED for key in values}
+    assert set(KEYS) <= {key for values, *_ in REJECTED for key in values}
 
 
 def test_all_problems_are_reported_at_once() -> None:
@@ -156,6 +178,42 @@ def test_whole_fraction_stays_a_fraction() -> None:
 def test_config_is_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         EvictionConfig().window = 8
+
+
+def test_parameters_are_given_and_shown_flat_and_read_by_their_groups() -> None:
+    values = {"method": "snapkv", "kernel_size": 3, "r_kv_lam": 0.5, "prefill_budget": 64}
+    config = EvictionConfig.parse(values)
+    assert config.of(Pooling).kernel_size == config.kernel_size == 3
+    assert config.of(Prefill).prefill_budget == 64
+    assert tuple(config.model_dump()) == KEYS
+    assert values.items() <= config.model_dump().items()
+    assert EvictionConfig.parse(config.model_dump()) == config
+    assert hash(EvictionConfig.parse(config.model_dump())) == hash(config)
+
+
+def test_every_parameter_tells_configurations_apart() -> None:
+    """What names compressed contexts and sparse blocks hashes the dump."""
+    for key in KEYS:
+        assert key in json.loads(EvictionConfig().model_dump_json())
+        left = json.loads(EvictionConfig().model_dump_json(exclude={key}))
+        assert left.keys() == {*KEYS} - {key}
+
+
+def test_a_copy_changes_parameters_by_their_names_alone() -> None:
+    config = EvictionConfig.parse({"method": "snapkv", "kernel_size": 3})
+    changed = config.model_copy(update={"kernel_size": 1, "window": 8})
+    assert (changed.of(Pooling).kernel_size, changed.kernel_size, changed.window) == (1, 1, 8)
+    assert changed == EvictionConfig.parse({"method": "snapkv", "kernel_size": 1, "window": 8})
+    assert config.kernel_size == 3
+
+
+def test_what_no_key_is_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="kernel_sizes"):
+        EvictionConfig().kernel_sizes  # noqa: B018
+
+
+def test_the_configuration_has_few_fields_of_its_own() -> None:
+    assert len(EvictionConfig.model_fields) <= 24
 
 
 def test_a_server_may_evict_by_default_or_where_requests_choose_the_method() -> None:

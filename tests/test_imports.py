@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,10 @@ WITHOUT_TORCH = (
     "cli",
     "config",
     "doctor",
-    "methods.registry",
+    "plugin",
+    "registry",
     "request",
-    "retention",
+    "planning.plan",
     "tiny_model",
     "top",
 )
@@ -26,7 +29,10 @@ WITHOUT_TORCH = (
 
 def modules() -> list[str]:
     """Every module of the package by its name below the package, '' for the package itself."""
-    paths = [path.relative_to(PACKAGE).with_suffix("") for path in sorted(PACKAGE.rglob("*.py"))]
+    files = [
+        path for path in sorted(PACKAGE.rglob("*.py")) if (path.parent / "__init__.py").exists()
+    ]
+    paths = [path.relative_to(PACKAGE).with_suffix("") for path in files]
     return [".".join(part for part in path.parts if part != "__init__") for path in paths]
 
 
@@ -55,10 +61,15 @@ def test_nothing_but_the_engine_loads_vllm() -> None:
     assert "vllm" not in loaded_by(*beside)
 
 
-@pytest.mark.parametrize("module", ["methods.choice", "kernels.cpu"])
+@pytest.mark.parametrize("module", ["choice", "kernels.cpu"])
 def test_triton_is_loaded_by_its_kernels_alone(module: str) -> None:
     assert "triton" not in loaded_by(module)
 
 
 def test_the_entry_point_imports_the_engine_only_when_called() -> None:
-    assert f"{NAME}.engine" not in loaded_by("")
+    """Else vLLM would log a failure and serve without the plugin."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    (value,) = project["entry-points"]["vllm.general_plugins"].values()
+    module, function = value.split(":")
+    assert callable(getattr(import_module(module), function))
+    assert f"{NAME}.engine" not in loaded_by(module.removeprefix(f"{NAME}."))

@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import pytest
 import torch
 
-from vllm_kvselect.machine import dtype_name, fast_dtype
+from vllm_kvselect.machine import dtype_name, fast_dtype, machine, processor
 
 X86 = {"architecture": "x86_64"}
 ARM = {"architecture": "aarch64"}
@@ -53,3 +54,10 @@ def test_pytorch_held_to_older_instructions_is_fast_in_float32() -> None:
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert result.stdout == "torch.float32\n"
+
+
+def test_a_measurement_says_where_it_ran() -> None:
+    found = machine()
+    assert found["cpu"] == processor()
+    assert 1 <= found["cores"] <= (os.cpu_count() or 1)
+    assert found["plugin"] == version("vllm-kvselect")

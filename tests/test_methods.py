@@ -16,9 +16,9 @@ from tests.strategies import (
     seeds,
     shapes,
 )
+from vllm_kvselect.choice import Retention, retain, retain_pool, score_layer
 from vllm_kvselect.config import METHOD_NAMES
-from vllm_kvselect.methods.choice import Retention, retain, retain_pool, score_layer
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.registry import METHODS
 from vllm_kvselect.selecting.ranking import Candidates
 
 

@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvselect.config import METHOD_NAMES, OVERRIDE_NAMES, ConfigError, EvictionConfig
+from vllm_kvselect.config import (
+    METHOD_NAMES,
+    OVERRIDE_NAMES,
+    ConfigError,
+    EvictionConfig,
+    Prefill,
+)
 from vllm_kvselect.request import (
     MAX_KEYS,
     REFUSAL_REASONS,
@@ -47,6 +53,21 @@ anything = st.dictionaries(
 
 def sampling(extra_args: dict[str, Any] | None, max_tokens: int | None = None) -> Sampling:
     return SimpleNamespace(extra_args=extra_args, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("budget", "is_accepted"), [(24, True), (48, True), (32, True), (20, False)]
+)
+def test_a_prefill_budget_counts_in_the_servers_own_blocks(budget: int, is_accepted: bool) -> None:
+    sizes = {"prefill_block": 8, "prefill_segment": 24, "prefill_budget": 16}
+    given = {"prefill": "critiprefill", **sizes, "allow_override": ("prefill_budget",)}
+    server = EvictionConfig.parse(given)
+    if is_accepted:
+        config = request_config(server, {"kv_prefill_budget": budget})
+        assert config.of(Prefill).prefill_budget == budget
+    else:
+        with pytest.raises(RequestError, match=r"prefill_block = 8: .* 16 would be one"):
+            request_config(server, {"kv_prefill_budget": budget})
 
 
 def is_change(server: EvictionConfig, field: str, value: Any) -> bool:
@@ -103,6 +124,14 @@ def test_without_settings_the_request_has_the_servers(extra_args: Any) -> None:
 def test_what_equals_the_default_is_no_change() -> None:
     own = {"kv_eviction": "adakv-perturb", "kv_eviction_budget": 512}
     assert request_config(SERVER, own) == SERVER
+
+
+def test_auto_is_the_servers_own_method() -> None:
+    """What `auto` stood for was chosen when the server started."""
+    assert request_config(SERVER, {"kv_eviction": "auto"}) == SERVER
+    probing = EvictionConfig.parse({"method": "layer-probe", "allow_override": ["budget"]})
+    config = request_config(probing, {"kv_eviction": "auto", "kv_eviction_budget": 64})
+    assert (config.method, config.budget) == ("layer-probe", 64)
 
 
 def test_one_entry_and_the_whole_prompt_are_different_budgets() -> None:
@@ -233,8 +262,8 @@ def test_a_method_that_is_measured_off_the_engine_only_is_refused(
     ("extra_args", "message"),
     [
         (
-            {"kv_eviction": "probe", "kv_eviction_decode_budget": 256},
-            r"kv_eviction_decode_budget = 256 is not accepted with kv_eviction = 'probe': it",
+            {"kv_eviction": "ada-expected-attention", "kv_eviction_decode_budget": 256},
+            r"kv_eviction_decode_budget = 256 is not accepted with kv_eviction = 'ada-expected-a",
         ),
         (
             {"kv_eviction_context": 500, "kv_eviction_decode_budget": 256},

@@ -104,13 +104,13 @@ def test_chunks_of_any_size_give_the_scores(
     config = EvictionConfig(window=shape.window, num_sinks=num_sinks)
     length = shape.num_prompt_tokens
     cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=4)))
-    observer = MomentsOfQueries(length, 1, config)
+    memory = MomentsOfQueries(length, 1, config)
     whole = inputs(layer, shape.scale)
     for start, stop in pairwise([0, *cuts, length]):
         chunk = replace(whole, query=whole.query[start:stop], key=whole.key[:, start:stop])
-        observer.observe(chunk, start)
+        memory.observe(chunk, start)
     unread = replace(whole, query=whole.query[:0])
-    found = observer.scores(unread, expected_attention_scores, config)
+    found = expected_attention_scores(memory.complete(unread), config)
     expected = expected_attention_scores(whole, config)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
 
@@ -118,14 +118,14 @@ def test_chunks_of_any_size_give_the_scores(
 def test_what_is_remembered_of_a_layer_goes_once_it_is_scored() -> None:
     config = EvictionConfig(window=SHAPE.window)
     whole = inputs(random_layer(SHAPE, 0), 1.0)
-    observer = MomentsOfQueries(SHAPE.num_prompt_tokens, 2, config)
+    memory = MomentsOfQueries(SHAPE.num_prompt_tokens, 2, config)
     for index in range(2):
-        observer.observe(replace(whole, layer_index=index), 0)
-    observer.release(0)
+        memory.observe(replace(whole, layer_index=index), 0)
+    memory.release(0)
     with pytest.raises(KeyError):
-        observer.scores(whole, expected_attention_scores, config)
+        memory.complete(whole)
     second = replace(whole, layer_index=1)
-    assert observer.scores(second, expected_attention_scores, config).isfinite().any()
+    assert expected_attention_scores(memory.complete(second), config).isfinite().any()
 
 
 def test_a_mean_far_from_the_origin_does_not_cost_the_covariance() -> None:

@@ -39,7 +39,7 @@ def test_chunks_add_up_whatever_their_sizes(
     cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=4)))
     total = torch.zeros(shape.num_kv_heads, length, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(h2o, "_BLOCK_ELEMENTS", block)
+        patch.setattr(h2o, "block_elements", lambda _: block)
         for start, stop in zip([0, *cuts], [*cuts, length], strict=True):
             query = layer.prompt_query[start:stop]
             key = layer.key[:, :stop]
@@ -68,7 +68,7 @@ def test_memory_is_bounded_by_the_block(monkeypatch: pytest.MonkeyPatch) -> None
         return rows
 
     monkeypatch.setattr(h2o, "window_attention", recorded)
-    monkeypatch.setattr(h2o, "_BLOCK_ELEMENTS", 2**14)
+    monkeypatch.setattr(h2o, "block_elements", lambda _: 2**14)
     layer = random_layer(Shape(2, 3, 8, 32, 4, 1028, 1), 0, torch.float32)
     accumulate(scoring_inputs(layer.prompt_query, layer.key))
     assert len(sizes) > 100

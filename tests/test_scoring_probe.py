@@ -17,13 +17,13 @@ CONFIG = EvictionConfig(method="probe", window=SHAPE.window, num_sinks=2)
 
 
 def inputs(**changes: object) -> ScoringInputs:
-    whole = (LAYER.prompt_query, LAYER.key, LAYER.value, SHAPE.scale)
+    whole = (LAYER.query[:0], LAYER.key, LAYER.value, SHAPE.scale)  # no query is read
     given = ScoringInputs(*whole, rotation=rotation(SHAPE.head_size), probe=LAYER.probe)
     return replace(given, **changes)
 
 
 def expected(num_sinks: int = CONFIG.num_sinks) -> torch.Tensor:
-    tensors = LAYER.prompt_query, LAYER.key, LAYER.value, LAYER.probe
+    tensors = LAYER.key, LAYER.value, LAYER.probe
     scores = oracle.probe_scores(
         *(tensor.tolist() for tensor in tensors),
         frequencies(SHAPE.head_size),
@@ -33,7 +33,7 @@ def expected(num_sinks: int = CONFIG.num_sinks) -> torch.Tensor:
     return torch.tensor(scores, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("block", [1, 7 * num_features(3, 8) * 2, 2**20])
+@pytest.mark.parametrize("block", [1, 7 * num_features(8) * 2, 2**20])
 def test_scores_equal_the_oracle_in_blocks_of_any_size(
     block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,20 +51,18 @@ def test_the_first_tokens_are_above_all_others() -> None:
 
 def test_features_are_the_heads_own_vectors_before_rotation() -> None:
     features = probe_features(inputs())
-    assert features.shape == (2, NUM_TOKENS, num_features(3, 8))
+    assert features.shape == (2, NUM_TOKENS, num_features(8))
     turn = rotation(SHAPE.head_size)
     for head in range(2):
         for token in (0, 5, NUM_TOKENS - 1):
-            vectors = [*LAYER.prompt_query[token, 3 * head : 3 * head + 3], LAYER.key[head, token]]
-            before = [turn.undo(each[None], token)[0] for each in vectors]
-            last = [LAYER.value[head, token], torch.ones(1)]
-            torch.testing.assert_close(features[head, token], torch.cat((*before, *last)))
+            before = turn.undo(LAYER.key[head, token][None], token)[0]
+            expected_features = torch.cat((before, LAYER.value[head, token], torch.ones(1)))
+            torch.testing.assert_close(features[head, token], expected_features)
 
 
 def test_a_head_is_scored_without_the_others() -> None:
     """As a rank does that holds some of the heads."""
     alone = inputs(
-        query=LAYER.prompt_query[:, 3:],
         key=LAYER.key[1:],
         value=LAYER.value[1:],
         probe=LAYER.probe[:, 1:],
@@ -75,10 +73,7 @@ def test_a_head_is_scored_without_the_others() -> None:
 
 def test_a_token_is_scored_alike_at_every_position() -> None:
     turn = rotation(SHAPE.head_size)
-    moved = inputs(
-        query=turn.apply(turn.undo(LAYER.prompt_query.transpose(0, 1)), 40).transpose(0, 1),
-        key=turn.apply(turn.undo(LAYER.key), 40),
-    )
+    moved = inputs(key=turn.apply(turn.undo(LAYER.key), 40))
     far, near = probe_features(moved, first_position=40), probe_features(inputs())
     torch.testing.assert_close(far, near)
 
@@ -86,15 +81,15 @@ def test_a_token_is_scored_alike_at_every_position() -> None:
 def test_of_equal_tokens_the_later_one_is_above_whatever_rounding_does() -> None:
     """As in the first layer, where vectors before the rotation follow from the token alone."""
     turn, generator = rotation(64, 4096), torch.Generator().manual_seed(0)
-    one = [torch.randn(heads, 1, 64, generator=generator) for heads in (3, 1, 1)]
-    query, key, value = (part.expand(-1, 4096, -1) for part in one)
+    one = [torch.randn(1, 1, 64, generator=generator) for _ in range(2)]
+    key, value = (part.expand(-1, 4096, -1) for part in one)
     same = ScoringInputs(
-        turn.apply(query).float().transpose(0, 1),
+        key.transpose(0, 1)[:0],
         turn.apply(key).float(),
         value,
         1.0,
         rotation=turn,
-        probe=random_probe(1, 3, 64, seed=0),
+        probe=random_probe(1, 64, seed=0),
     )
     scores = probe_scores(same, CONFIG)[0, 2:]
     assert (scores[16:] > scores[:-16]).all()
@@ -102,13 +97,12 @@ def test_of_equal_tokens_the_later_one_is_above_whatever_rounding_does() -> None
 
 def test_a_model_that_does_not_rotate_is_read_as_it_is() -> None:
     features = probe_features(inputs(rotation=None))
-    torch.testing.assert_close(features[1, 3, :8], LAYER.prompt_query[3, 3])
+    torch.testing.assert_close(features[1, 3, :8], LAYER.key[1, 3])
 
 
 def test_half_precision_is_scored_in_float32() -> None:
     half = {
-        name: getattr(inputs(), name).bfloat16().float().bfloat16()
-        for name in ("query", "key", "value")
+        name: getattr(inputs(), name).bfloat16().float().bfloat16() for name in ("key", "value")
     }
     scores = probe_scores(inputs(**half), CONFIG)
     assert scores.dtype == torch.float32

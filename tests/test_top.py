@@ -28,6 +28,8 @@ vllm:kv_eviction_freed_blocks_total{engine="0",model_name="m"} 480.0
 vllm:kv_eviction_freed_bytes_total{engine="0",model_name="m"} 1048576.0
 vllm:kv_eviction_rounds_total{engine="0",model_name="m"} 7.0
 vllm:kv_eviction_round_freed_blocks_total{engine="0",model_name="m"} 28.0
+vllm:kv_eviction_prompt_cuts_total{engine="0",model_name="m"} 9.0
+vllm:kv_eviction_prompt_freed_blocks_total{engine="0",model_name="m"} 54.0
 vllm:kv_eviction_contexts{engine="0",model_name="m"} 2.0
 vllm:kv_eviction_contexts{engine="1",model_name="m"} 1.0
 vllm:kv_eviction_context_held_bytes{engine="0",model_name="m"} 3145728.0
@@ -52,7 +54,7 @@ def draw(snapshot: Snapshot) -> str:
 def test_engines_are_summed() -> None:
     snapshot = Snapshot.parse(METRICS + EVICTION)
     blocks, requests = (150, 50, 320), (4, 7, 9)
-    since_start, contexts = (12, 480, 2**20, 2, 7, 28), (3, 3 * 2**20, 5, 4800, 100)
+    since_start, contexts = (12, 480, 2**20, 2, 9, 54, 7, 28), (3, 3 * 2**20, 5, 4800, 100)
     assert snapshot == Snapshot(
         *blocks, *requests, *since_start, *contexts, 1.5, evicts=True, model="m", block_size=32
     )
@@ -72,6 +74,7 @@ def test_a_frame_compares_with_the_full_cache() -> None:
         assert line.rstrip().endswith(f" {share} % of the pool")
     assert "4 running, 7 waiting; 12 evicted, 2 refused" in frame
     assert "rounds        7 since the start, 28 blocks freed" in frame
+    assert "in prompts    9 cuts since the start, 54 blocks freed before the prompts' ends" in frame
     assert "480 blocks freed (1.0 MiB), 1.50 s spent selecting" in frame
 
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from tests.method_cases import METHOD_CASES, MethodCase
 from tests.strategies import Layer, Shape, random_layer, seeds, shapes
+from vllm_kvselect.choice import Retention, retain, retain_pool, score_layer
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
-from vllm_kvselect.methods.choice import Retention, retain, retain_pool, score_layer
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.registry import METHODS
+from vllm_kvselect.scorers import FirstTokens
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.selecting.ranking import Candidates
 
@@ -28,13 +29,11 @@ class Uneven:
         shape: What the fullest head has.
         layers: Tensors; what is absent holds numbers that must not matter.
         num_absent: `[num_layers][num_kv_heads]`, multiples of the block size.
-        num_kept: Of the entries after these, those that are retained anyway, likewise; or None.
     """
 
     shape: Shape
     layers: list[Layer]
     num_absent: list[list[int]]
-    num_kept: list[list[int]] | None
 
 
 def some_absent(shape: Shape, seed: int) -> torch.Tensor:
@@ -59,42 +58,31 @@ def unevens(draw: st.DrawFn, case: MethodCase, dtype: torch.dtype = torch.float6
         num_held = sum(shape.tail_start - absent for absent in heads)
         assume(num_held >= shape.num_packed * shape.num_kv_heads)
     absent = [[shape.block_size * count for count in heads] for heads in pages]
-    return Uneven(shape, layers, absent, draw(st.none() | kept_pages(shape, pages, is_uniform)))
-
-
-@st.composite
-def kept_pages(
-    draw: st.DrawFn, shape: Shape, absent: list[list[int]], is_uniform: bool
-) -> list[list[int]]:
-    """Fewer pages than are retained, of heads that have them; the same for all if they must be."""
-    left = 0 if is_uniform else shape.num_packed * sum(map(len, absent)) - 1
-    kept = []
-    even = draw(st.integers(0, shape.num_packed - 1))
-    for heads in absent:
-        kept.append([])
-        for num_absent in heads:
-            count = even if is_uniform else draw(st.integers(0, left))
-            count = min(count, shape.tail_start - num_absent)
-            left -= 0 if is_uniform else count
-            kept[-1].append(count * shape.block_size)
-    return kept
+    return Uneven(shape, layers, absent)
 
 
 def inputs_of(case: MethodCase, uneven: Uneven, index: int) -> ScoringInputs:
     """What the method is given of a layer."""
-    absent, kept = torch.tensor(uneven.num_absent[index]), None
-    if uneven.num_kept is not None:
-        kept = torch.tensor(uneven.num_kept[index])
-    layer = uneven.layers[index]
+    absent, layer = uneven.num_absent[index], uneven.layers[index]
     inputs = case.inputs(uneven.shape, layer, index)
-    if METHODS[case.method].cumulative:
-        inputs = replace(inputs, query=layer.query, received=received(layer, uneven.shape))
-    return replace(inputs, num_absent=absent, num_kept=kept)
+    remembered = METHODS[case.method].scorer.memory
+    if remembered is not None and remembered.moves:
+        moved = numbers(case, layer, uneven.shape, absent)
+        inputs = replace(inputs, query=layer.query, numbers=moved)
+    return replace(inputs, num_absent=torch.tensor(absent))
 
 
-def received(layer: Layer, shape: Shape) -> torch.Tensor:
-    """Sums of attention that entries might have received, different ones."""
-    return layer.key[:, : shape.num_prompt_tokens].abs().sum(dim=-1)
+def numbers(case: MethodCase, layer: Layer, shape: Shape, num_absent: list[int]) -> torch.Tensor:
+    """Sums of attention or scores that entries might have come with, different ones.
+
+    Infinite for each head's first entries, where the method says so of the first tokens.
+    """
+    found = layer.key[:, : shape.num_prompt_tokens].abs().sum(dim=-1)
+    if FirstTokens in METHODS[case.method].scorer.parameters:
+        num_sinks = case.config().of(FirstTokens).num_sinks
+        for row, absent in zip(found, num_absent, strict=True):
+            row[absent : absent + num_sinks] = torch.inf
+    return found
 
 
 def retain_uneven(

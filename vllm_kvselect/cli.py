@@ -1,4 +1,4 @@
-"""The command `vllm-kvselect`: the small model, methods, plans, views, analyses, a doctor."""
+"""The package's command `vllm-kvselect`: the small model, methods, plans, contexts, a doctor."""
 
 from collections import Counter
 from contextlib import suppress
@@ -12,13 +12,15 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from vllm_kvselect import __version__
-from vllm_kvselect.analysis.command import analyze, parse_number
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.calibration.command import calibrate
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.doctor import doctor
 from vllm_kvselect.evaluation.command import evaluate
-from vllm_kvselect.retention import Role, budget_problem, cuts
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.parsing import parse_number
+from vllm_kvselect.papers.command import analyze
+from vllm_kvselect.planning.cuts import Role, budget_problem, cuts
+from vllm_kvselect.store.command import contexts
 from vllm_kvselect.tiny_model import TinyModelError, tiny_model
 from vllm_kvselect.top import Snapshot, TopError, render, watch
 
@@ -52,6 +54,7 @@ app.command("analyze")(analyze)
 app.command("evaluate")(evaluate)
 app.command("calibrate")(calibrate)
 app.command("doctor")(doctor)
+app.command("contexts")(contexts)
 
 
 @app.callback()
@@ -83,7 +86,7 @@ def fast_dtype_command() -> None:
 def methods_command() -> None:
     """List the methods: what each retains, its cost, its limits, its paper."""
     # Here, because the methods need torch, and the other commands answer without it.
-    from vllm_kvselect.methods.registry import METHODS
+    from vllm_kvselect.registry import METHODS
 
     console = Console()
     for name, method in METHODS.items():
@@ -126,6 +129,10 @@ def plan_command(
     method: Annotated[
         str | None, typer.Option(help="See `vllm-kvselect methods`; `none` is stock.")
     ] = None,
+    prompt_interval: Annotated[
+        int | None,
+        typer.Option(help="Tokens from one cut in the prompt to the next; 0 waits for its end."),
+    ] = None,
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -140,7 +147,12 @@ def plan_command(
     What a server would refuse is refused here too.
     """
     number = None if budget is None else parse_number(budget)
-    given = {"budget": number, "window": window, "method": method}
+    given = {
+        "budget": number,
+        "window": window,
+        "method": method,
+        "prompt_interval": prompt_interval,
+    }
     config = EvictionConfig.parse({key: val for key, val in given.items() if val is not None})
     _refuse_small_budget(max_model_len or prompt_len, block_size, config)
     outcome = _outcome(prompt_len, block_size, config)
@@ -150,6 +162,7 @@ def plan_command(
     table.add_row("blocks packed", str(outcome.packed))
     table.add_row("blocks of the tail", str(outcome.tail))
     table.add_row("blocks freed", f"{outcome.freed} of {ceil(prompt_len / block_size)}")
+    table.add_row("most blocks held", str(outcome.most))
     console = Console()
     console.print(table)
     if not outcome.freed:
@@ -174,12 +187,14 @@ class _Outcome:
         packed: Packed blocks.
         tail: Tail blocks.
         freed: Blocks given back.
+        most: The most that are held while the prompt is computed.
     """
 
     entries: int
     packed: int
     tail: int
     freed: int
+    most: int
 
 
 def _outcome(num_prompt_tokens: int, block_size: int, config: EvictionConfig) -> _Outcome:
@@ -192,4 +207,5 @@ def _outcome(num_prompt_tokens: int, block_size: int, config: EvictionConfig) ->
         packed=roles[Role.PACKED],
         tail=roles[Role.TAIL],
         freed=roles[Role.FREED],
+        most=planned.most_held(num_prompt_tokens, block_size),
     )

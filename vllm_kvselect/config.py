@@ -1,20 +1,27 @@
 """The one configuration object: frozen, validated once, unknown keys are errors."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
     ValidationError,
+    create_model,
     field_validator,
+    model_serializer,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
-from vllm_kvselect.methods.registry import KNOWN_METHODS, METHODS
+from vllm_kvselect.registry import AUTO, KNOWN_METHODS, METHODS, PARAMETERS, nearest
+from vllm_kvselect.scorers import Parameters
 
 METHOD_NAMES: tuple[str, ...] = ("none", *METHODS)
 
@@ -24,6 +31,7 @@ OverrideName = Literal[
     "context",
     "decode_budget",
     "decode_interval",
+    "prompt_interval",
     "prefill",
     "prefill_budget",
 ]
@@ -47,27 +55,10 @@ _Loader.add_implicit_resolver(
 )
 
 
-class EvictionConfig(BaseModel):
-    """What is retained of a prompt's KV cache once the prompt is prefilled.
+class Prefill(Parameters):
+    """How prompts are prefilled.
 
     Attributes:
-        method: Scorer and allocator, a key of `methods.registry.METHODS`; `none` is stock. Off the
-            engine also one of `KNOWN_METHODS`.
-        budget: Entries retained per KV head per layer, averaged over a layer's heads, or over those
-            of all layers that share pages; observation window included. An `int` counts entries, a
-            `float` is a fraction of the prompt, or of its context where that is marked.
-        decode_budget: Entries per KV head to which a request is brought back again and again while
-            it generates; 0 lets its answer grow. What the prompt left counts, and so does the
-            window.
-        decode_interval: Tokens from one such round to the next.
-        keep_prompt: Whether rounds leave alone what is retained of the prompt, in whole blocks; the
-            `decode_budget` counts what is generated only.
-        context: Tokens at the beginning of the prompt that are compressed on their own, up to the
-            last block border among them: what follows, such as a question, neither shapes what is
-            retained of them nor is dropped. `chat`: what comes before the first user's turn that
-            leaves something to drop. None: the whole prompt is compressed.
-        turn_start: Token ids with which a user's turn begins, for `chat`; empty for what the
-            model's chat template says.
         prefill: `critiprefill` lets later tokens of a prompt read only the blocks before them that
             are critical (arXiv 2409.12490); `dense`, the default, all of them, as stock vLLM.
         prefill_budget: Tokens before its segment that such a token reads, in whole blocks.
@@ -76,40 +67,74 @@ class EvictionConfig(BaseModel):
         prefill_dense_until: Tokens at the beginning of the prompt that read all before them.
         prefill_dense_layers: First layers in which all tokens do.
         prefill_layer_fusion: Weight of the layers before in a block's criticality.
-        prefill_coverage: Share of the estimated attention that the blocks must cover, instead of
-            `prefill_budget` (arXiv 2502.20766); 0 to read a fixed number.
-        prefill_values: Whether criticality is multiplied by the block's largest projected value
-            norm.
+    """
+
+    prefill: Literal["dense", "critiprefill"] = "dense"
+    prefill_budget: Annotated[int, Field(ge=1)] = 2048
+    prefill_segment: Annotated[int, Field(ge=1)] = 512
+    prefill_block: Annotated[int, Field(ge=1)] = 32
+    prefill_dense_until: Annotated[int, Field(ge=0)] = 4096
+    prefill_dense_layers: Annotated[int, Field(ge=0)] = 1
+    prefill_layer_fusion: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
+
+    @model_validator(mode="after")
+    def _segments_are_whole_blocks(self) -> Self:
+        size, block = self.prefill_segment, self.prefill_block
+        for name, tokens in (("prefill_segment", size), ("prefill_budget", self.prefill_budget)):
+            if tokens % block:
+                raise ValueError(
+                    f"{name} = {tokens!r} is not accepted with prefill_block = {block!r}: it is no "
+                    f"multiple of it; {max(1, tokens // block) * block} would be one"
+                )
+        return self
+
+
+Group = TypeVar("Group", bound=Parameters)
+
+if TYPE_CHECKING:
+
+    class AllParameters(Parameters):
+        """Every group of parameters in one flat record, which is an instance of each of them."""
+
+else:
+    AllParameters = create_model("AllParameters", __base__=(Prefill, *PARAMETERS[::-1]))
+
+
+class EvictionConfig(BaseModel):
+    """What is retained of a prompt's KV cache once the prompt is prefilled.
+
+    From outside it is flat: `KEYS` has its own fields and those of all groups of parameters. Each
+    part reads its own group, `config.of(Pooling).kernel_size`.
+
+    Attributes:
+        method: A key of `registry.METHODS`; `none` is stock. Off the engine also one of
+            `KNOWN_METHODS`.
+        budget: Entries retained per KV head per layer, averaged over a layer's heads, or over those
+            of all layers that share pages; observation window included. An `int` counts entries, a
+            `float` is a fraction of the prompt, or of its context where that is marked.
+        prompt_interval: Tokens of a prompt from one cut in it to the next: entries are dropped
+            while it is computed, and its later tokens read what is retained and the latest ones. 0
+            drops at the prompt's end only.
+        decode_budget: Entries per KV head to which a request is brought back again and again while
+            it generates; 0 lets its answer grow. What the prompt left counts, and so does the
+            window.
+        decode_interval: Tokens from one such round to the next.
+        context: Tokens at the beginning of the prompt that are compressed on their own, up to the
+            last block border among them: what follows, such as a question, neither shapes what is
+            retained of them nor is dropped. `chat`: what comes before the first user's turn that
+            leaves something to drop. None: the whole prompt is compressed.
+        turn_start: Token ids with which a user's turn begins, for `chat`; empty for what the
+            model's chat template says.
         window: Observation window in tokens: the last prompt tokens, whose queries score the
             entries before them. Always retained.
-        kernel_size: Width of the pooling of the scores along the tokens (SnapKV, section 4).
-        pooling: Pooling by the largest or by the mean of `kernel_size` tokens.
-        group_reduction: Scores of a query group's heads are averaged, or the largest is taken.
-        alpha: Share of a head's budget that stage 1 of a `-perturb` method fills by score alone
-            (Algorithm 1 of arXiv 2502.03805).
-        eps: Added to the score in stage 2, before it is multiplied by the projected value norm.
-        stage_2_scores: Stage 2 multiplies the pooled scores by the norms, or those without pooling.
-        safeguard: Share of a head's even budget that adaptive allocation may not take away
-            (AdaKV, arXiv 2407.11550, section 4.2).
-        floor: The safeguard is blended with the adaptive budget (authors), or its least (kvpress).
-        beta: Steepness of PyramidKV: the last layer gets a `beta`-th of the mean budget.
-        mass: Share of the attention that stage 1 of DefensiveKV takes.
-        lam: Weight, in windows, of the even prior with which ThetaKV smooths attention.
-        r_kv_lam: Weight of importance beside redundancy (R-KV, arXiv 2505.24133).
-        r_kv_threshold: Cosine above which two keys are alike for it.
-        future: Positions after the prompt whose mean rotation stands for that of later queries
-            (Expected Attention, arXiv 2510.00636).
-        expected_eps: Added to expected attention before it is multiplied by the norm of the value.
-        num_sinks: First tokens that `streaming-llm`, `expected-attention` and `probe` retain,
-            whatever they say; `expected-attention` leaves their queries and keys out of what it
-            expects.
-        probe: File with the model's calibrated probe (`vllm-kvselect calibrate`); None for the one
-            in the user's cache or in this package that fits the model's weights.
-        seed: Seed of `random`.
+        parameters: What single parts of methods read, and how prompts are prefilled. Those that a
+            method does not read are accepted: a request may choose another one.
         decode_attention: Whose kernel attends to what is retained: the attention backend's, or
             xformers' `triton_splitk` (CUDA, extra `xformers`) for rows with one query.
         allow_override: Fields that a request may change for itself (see `vllm_kvselect.request`).
             None by default: clients then cannot ask for more memory than the operator planned.
+        context_store: Folder that keeps compressed contexts for later starts and other servers.
+        context_store_bytes: Bytes that its files may take; the least recently used ones go.
         check_integrity: Whether the scheduler checks all blocks after every step and stops requests
             whose blocks are wrong. For debugging: its cost grows with the cache.
     """
@@ -118,48 +143,27 @@ class EvictionConfig(BaseModel):
 
     method: str = "adakv-perturb"
     budget: int | float = 1024
+    prompt_interval: Annotated[int, Field(ge=0)] = 0
     decode_budget: Annotated[int, Field(ge=0)] = 0
     decode_interval: Annotated[int, Field(ge=1)] = 128
-    keep_prompt: bool = False
     context: Annotated[int, Field(ge=1)] | Literal["chat"] | None = None
     turn_start: tuple[int, ...] = ()
-    prefill: Literal["dense", "critiprefill"] = "dense"
-    prefill_budget: Annotated[int, Field(ge=1)] = 2048
-    prefill_segment: Annotated[int, Field(ge=1)] = 512
-    prefill_block: Annotated[int, Field(ge=1)] = 32
-    prefill_dense_until: Annotated[int, Field(ge=0)] = 4096
-    prefill_dense_layers: Annotated[int, Field(ge=0)] = 1
-    prefill_layer_fusion: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
-    prefill_coverage: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    prefill_values: bool = False
     window: Annotated[int, Field(ge=1)] = 32
-    kernel_size: Annotated[int, Field(ge=1)] = 7
-    pooling: Literal["max", "mean"] = "max"
-    group_reduction: Literal["mean", "max"] = "mean"
-    alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    eps: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1e-4
-    stage_2_scores: Literal["pooled", "unpooled"] = "pooled"
-    safeguard: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
-    floor: Literal["blend", "minimum"] = "blend"
-    beta: Annotated[int, Field(ge=1)] = 20
-    mass: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
-    lam: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
-    r_kv_lam: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    r_kv_threshold: Annotated[float, Field(ge=-1.0, le=1.0)] = 0.5
-    future: Annotated[int, Field(ge=1)] = 512
-    expected_eps: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.02
-    num_sinks: Annotated[int, Field(ge=0)] = 4
-    probe: Annotated[str, Field(min_length=1)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    parameters: AllParameters = AllParameters()
     decode_attention: Literal["backend", "xformers"] = "backend"
     allow_override: tuple[OverrideName, ...] = ()
+    context_store: Annotated[str, Field(min_length=1)] | None = None
+    context_store_bytes: Annotated[int, Field(ge=1)] | None = None
     check_integrity: bool = False
 
     @field_validator("method", mode="before")
     @classmethod
     def _method_is_known(cls, method: Any) -> Any:
+        if method == AUTO:
+            raise ValueError("only a server can choose by its model; name one of its methods")
         if method not in ("none", *KNOWN_METHODS):
-            raise ValueError(f"the methods are {', '.join(map(repr, METHOD_NAMES))}")
+            names = ", ".join(map(repr, METHOD_NAMES))
+            raise ValueError(f"{nearest(method, METHOD_NAMES)}the methods are {names}")
         return method
 
     @field_validator("budget")
@@ -176,13 +180,6 @@ class EvictionConfig(BaseModel):
             )
         return budget
 
-    @field_validator("kernel_size")
-    @classmethod
-    def _kernel_is_odd(cls, kernel_size: int) -> int:
-        if kernel_size % 2 == 0:
-            raise ValueError("the pooling kernel is centred on a token, so its width is odd")
-        return kernel_size
-
     @field_validator("allow_override", "turn_start", mode="before")
     @classmethod
     def _list_as_a_tuple(cls, values: Any) -> Any:
@@ -190,34 +187,82 @@ class EvictionConfig(BaseModel):
         return tuple(values) if isinstance(values, list) else values
 
     @model_validator(mode="after")
-    def _segments_are_whole_blocks(self) -> Self:
-        size, block = self.prefill_segment, self.prefill_block
-        for name, tokens in (("prefill_segment", size), ("prefill_budget", self.prefill_budget)):
-            if tokens % block:
-                raise ValueError(
-                    f"{name} = {tokens!r} is not accepted with prefill_block = {block!r}: it is no "
-                    f"multiple of it; {max(1, tokens // block) * block} would be one"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _rounds_can_be_made(self) -> Self:
-        if not self.decode_budget or not self.enabled:
+    def _entries_can_be_dropped_again(self) -> Self:
+        if not self.enabled:
             return self
         why_not = KNOWN_METHODS[self.method].not_in_rounds
-        if why_not:
-            able = ", ".join(name for name, method in METHODS.items() if method.in_rounds)
+        for name in ("prompt_interval", "decode_budget"):
+            if why_not and getattr(self, name):
+                able = ", ".join(name for name, method in METHODS.items() if method.in_rounds)
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r} is not accepted with method = "
+                    f"{self.method!r}: {why_not}; set it to 0, or take one of {able}"
+                )
+        if self.prompt_interval and self.of(Prefill).prefill != "dense":
             raise ValueError(
-                f"decode_budget = {self.decode_budget!r} is not accepted with method = "
-                f"{self.method!r}: {why_not}; set it to 0, or take one of {able}"
+                f"prompt_interval = {self.prompt_interval!r} is not accepted with prefill = "
+                f"{self.of(Prefill).prefill!r}: sparse segments choose among all tokens before "
+                "them, and cuts in prompts drop these; leave one of them out"
             )
-        if self.context is not None:
+        if self.decode_budget and self.context is not None:
             raise ValueError(
                 f"decode_budget = {self.decode_budget!r} is not accepted with context = "
                 f"{self.context!r}: rounds would overwrite entries that others read; leave one of "
                 "them out"
             )
         return self
+
+    @model_validator(mode="after")
+    def _there_is_a_store_to_bound(self) -> Self:
+        if self.context_store_bytes is not None and self.context_store is None:
+            raise ValueError(
+                f"context_store_bytes = {self.context_store_bytes!r} bounds nothing: give "
+                "context_store a folder, too"
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parameters_together(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if "parameters" in values:
+            raise ValueError(_unknown("parameters"))
+        own = {key: value for key, value in values.items() if key not in _PARAMETERS}
+        given = {key: value for key, value in values.items() if key in _PARAMETERS}
+        return {**own, "parameters": given}
+
+    @model_serializer(mode="wrap")
+    def _flat(
+        self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
+    ) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        parameters = values.pop("parameters", {})
+        excluded = info.exclude or ()
+        return values | {key: it for key, it in parameters.items() if key not in excluded}
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copies, with changes that are not validated; parameters are named as in `KEYS`."""
+        changes = dict(update or {})
+        given = {key: changes.pop(key) for key in [*changes] if key in _PARAMETERS}
+        if given:
+            changes["parameters"] = self.parameters.model_copy(update=given)
+        return super().model_copy(update=changes, deep=deep)
+
+    def of(self, group: type[Group]) -> Group:
+        """What a part reads: the values of one group of parameters."""
+        assert isinstance(self.parameters, group)
+        return self.parameters
+
+    if (
+        not TYPE_CHECKING
+    ):  # checked code asks for groups: a misspelt name is an error before it runs
+
+        def __getattr__(self, name: str) -> Any:
+            """Reads a parameter by its name alone, as it stands in `KEYS`."""
+            if name in _PARAMETERS:
+                return getattr(self.parameters, name)
+            return super().__getattr__(name)
 
     @property
     def enabled(self) -> bool:
@@ -232,7 +277,8 @@ class EvictionConfig(BaseModel):
     @property
     def may_prefill_sparsely(self) -> bool:
         """Whether some request may be prefilled sparsely."""
-        return self.prefill != "dense" or "prefill" in self.allow_override
+        is_sparse = self.of(Prefill).prefill != "dense"
+        return is_sparse or "prefill" in self.allow_override
 
     @property
     def may_act(self) -> bool:
@@ -250,6 +296,17 @@ class EvictionConfig(BaseModel):
     def may_make_rounds(self) -> bool:
         """Whether some request may be cut again while it generates."""
         return self.may_evict and bool(self.decode_budget or "decode_budget" in self.allow_override)
+
+    @property
+    def may_cut_prompts(self) -> bool:
+        """Whether some request may be cut while its prompt is computed."""
+        allowed = "prompt_interval" in self.allow_override
+        return self.may_evict and bool(self.prompt_interval or allowed)
+
+    @property
+    def may_drop_again(self) -> bool:
+        """Whether some request may have several cuts."""
+        return self.may_make_rounds or self.may_cut_prompts
 
     @property
     def may_share(self) -> bool:
@@ -304,6 +361,17 @@ class EvictionConfig(BaseModel):
         return values
 
 
+def keys() -> dict[str, FieldInfo]:
+    """Every key of the configuration, parameters of all groups among them."""
+    own = {name: info for name, info in EvictionConfig.model_fields.items() if name != "parameters"}
+    return own | AllParameters.model_fields
+
+
+_PARAMETERS = frozenset(AllParameters.model_fields)
+KEYS: tuple[str, ...] = tuple(keys())
+"""What a file, `--additional-config` and `EvictionConfig.parse` accept."""
+
+
 def _position(error: Exception) -> str:
     """Where a file is not valid YAML, where that is known."""
     mark = getattr(error, "problem_mark", None)
@@ -314,14 +382,18 @@ def _explain(error: ValidationError) -> str:
     """One line per problem: the key, the value, what is accepted."""
     lines = []
     for problem in error.errors():
-        if not problem["loc"]:  # fields that do not go together: the message says which
-            lines.append(problem["msg"].removeprefix("Value error, "))
-            continue
-        key = str(problem["loc"][0])
-        if problem["type"] == "extra_forbidden":
-            accepted = ", ".join(EvictionConfig.model_fields)
-            lines.append(f"unknown key {key!r}; accepted keys: {accepted}")
-            continue
         message = problem["msg"].removeprefix("Value error, ")
+        place = [part for part in problem["loc"] if part != "parameters"]
+        if not place:  # fields that do not go together: the message says which
+            lines.append(message)
+            continue
+        key = str(place[0])
+        if problem["type"] == "extra_forbidden":
+            lines.append(_unknown(key))
+            continue
         lines.append(f"{key} = {problem['input']!r} is not accepted: {message}")
     return "; ".join(dict.fromkeys(lines))
+
+
+def _unknown(key: str) -> str:
+    return f"unknown key {key!r}; {nearest(key, KEYS)}accepted keys: {', '.join(KEYS)}"

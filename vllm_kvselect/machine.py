@@ -1,10 +1,14 @@
 """This machine's processor: its name, and what it multiplies fast. The one place that knows."""
 
+import os
 import platform
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from vllm_kvselect import __version__
 
 
 @cache
@@ -42,3 +46,13 @@ def processor() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def machine() -> dict[str, Any]:
+    """Returns what a measurement says of where it ran: processor, cores, Python and the plugin."""
+    return {
+        "cpu": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "plugin": __version__,
+    }

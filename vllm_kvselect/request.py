@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol, get_args
 
 from vllm_kvselect.config import METHOD_NAMES, ConfigError, EvictionConfig
+from vllm_kvselect.registry import AUTO
 
 REQUEST_KEYS = {
     "kv_eviction": "method",
@@ -18,6 +19,7 @@ REQUEST_KEYS = {
     "kv_eviction_context": "context",
     "kv_eviction_decode_budget": "decode_budget",
     "kv_eviction_decode_interval": "decode_interval",
+    "kv_eviction_prompt_interval": "prompt_interval",
     "kv_prefill": "prefill",
     "kv_prefill_budget": "prefill_budget",
 }
@@ -41,7 +43,7 @@ _LONGEST_LOOKED_AT = 40
 """Letters of a key that are compared: longer ones are too unlike ours anyway."""
 
 RefusalReason = Literal[
-    "unknown_key", "invalid_value", "not_allowed", "unsupported", "too_many_keys"
+    "unknown_key", "invalid_value", "not_allowed", "unsupported", "too_many_keys", "too_large"
 ]
 REFUSAL_REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 """Why a request is refused: few and fixed, because they label a metric."""
@@ -156,7 +158,8 @@ def planned_config(server: EvictionConfig, params: Sampling | None) -> EvictionC
 
     A request for one token drops nothing: that token comes from the full cache, and with it the
     request gives all of its blocks back. So do the steps of a beam search, which are such requests.
-    Only where a context is marked is that token the first that reads what is retained.
+    Only where a context is marked, or a prompt is cut while it is computed, does that token read
+    what is retained.
 
     The front end has refused what `request_config` does not accept. Should such a request still
     come, by a way that we do not know, it drops nothing: it must not stop everybody's engine.
@@ -175,7 +178,7 @@ def planned_config(server: EvictionConfig, params: Sampling | None) -> EvictionC
         config = request_config(server, params.extra_args)
     except RequestError:
         return _changed(server, method="none", prefill="dense")
-    if params.max_tokens == 1 and config.context is None:
+    if params.max_tokens == 1 and config.context is None and not config.prompt_interval:
         return _changed(config, method="none")
     return config
 
@@ -210,8 +213,11 @@ def _meant(key: str) -> str | None:
 def _checked(server: EvictionConfig, key: str, value: Any) -> Any:
     """A value that is accepted and that the server lets the request choose."""
     field = REQUEST_KEYS[key]
+    if field == "method" and value == AUTO:
+        return server.method  # what it chose for all requests that say nothing
     try:
-        EvictionConfig.parse({field: value})
+        # Alone: whether all go together is seen later.
+        EvictionConfig.parse({"method": "none", **_prefill_of(server), field: value})
     except ConfigError as error:
         raise RequestError(in_the_requests_words(str(error)), key, "invalid_value") from None
     if field == "method" and value not in METHOD_NAMES:
@@ -231,6 +237,13 @@ def _checked(server: EvictionConfig, key: str, value: Any) -> Any:
     return value
 
 
+@lru_cache(maxsize=16)
+def _prefill_of(server: EvictionConfig) -> dict[str, Any]:
+    """How the server prefills: a budget of a request counts in its blocks."""
+    fields = server.model_dump().items()
+    return {name: value for name, value in fields if name.startswith("prefill")}
+
+
 @lru_cache(maxsize=1024, typed=True)
 def _changed(
     server: EvictionConfig,
@@ -239,6 +252,7 @@ def _changed(
     context: int | str | None = None,
     decode_budget: int | None = None,
     decode_interval: int | None = None,
+    prompt_interval: int | None = None,
     prefill: str | None = None,
     prefill_budget: int | None = None,
 ) -> EvictionConfig:
@@ -248,6 +262,7 @@ def _changed(
         "context": context,
         "decode_budget": decode_budget,
         "decode_interval": decode_interval,
+        "prompt_interval": prompt_interval,
         "prefill": prefill,
         "prefill_budget": prefill_budget,
     }

@@ -29,10 +29,10 @@ _FOLDER = "smollm2-135m-instruct-v1"
 
 _NEEDED = {
     # transformers asks for it when it loads a GGUF file.
-    "accelerate": "pip install 'vllm-kvselect[tiny-model]'",
-    "gguf": "pip install 'vllm-kvselect[tiny-model]'",
-    "torch": "pip install 'vllm-kvselect[cpu]' (or [cuda])",
-    "transformers": "pip install 'vllm-kvselect[cpu]' (or [cuda])",
+    "accelerate": "pip install '.[tiny-model]' in a checkout",
+    "gguf": "pip install '.[tiny-model]' in a checkout",
+    "torch": "pip install '.[cpu]' in a checkout (or [cuda])",
+    "transformers": "pip install '.[cpu]' in a checkout (or [cuda])",
 }
 
 

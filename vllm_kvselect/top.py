@@ -36,6 +36,8 @@ class Snapshot:
         num_freed: Blocks freed since the start.
         num_freed_bytes: Bytes of them.
         num_refused: Requests refused for their eviction settings since the start.
+        num_prompt_cuts: Cuts made in prompts before their end, since the start.
+        num_prompt_blocks: Blocks that these freed.
         num_rounds: Rounds made while requests generated, since the start.
         num_round_blocks: Blocks freed in them.
         num_contexts: Compressed contexts that are held.
@@ -59,6 +61,8 @@ class Snapshot:
     num_freed: int
     num_freed_bytes: int
     num_refused: int
+    num_prompt_cuts: int
+    num_prompt_blocks: int
     num_rounds: int
     num_round_blocks: int
     num_contexts: int
@@ -116,6 +120,8 @@ class Snapshot:
             num_freed=int(total("kv_eviction_freed_blocks_total")),
             num_freed_bytes=int(total("kv_eviction_freed_bytes_total")),
             num_refused=int(total("kv_eviction_refusals_total")),
+            num_prompt_cuts=int(total("kv_eviction_prompt_cuts_total")),
+            num_prompt_blocks=int(total("kv_eviction_prompt_freed_blocks_total")),
             num_rounds=int(total("kv_eviction_rounds_total")),
             num_round_blocks=int(total("kv_eviction_round_freed_blocks_total")),
             num_contexts=int(total("kv_eviction_contexts")),
@@ -195,6 +201,11 @@ def render(snapshot: Snapshot, url: str) -> RenderableType:
         f"{snapshot.num_context_tokens} tokens not prefilled"
     )
     lines = [requests, freed]
+    if snapshot.num_prompt_cuts:
+        lines.append(
+            f"in prompts    {snapshot.num_prompt_cuts} cuts since the start, "
+            f"{snapshot.num_prompt_blocks} blocks freed before the prompts' ends"
+        )
     if snapshot.num_rounds:
         lines.append(
             f"rounds        {snapshot.num_rounds} since the start, {snapshot.num_round_blocks} "

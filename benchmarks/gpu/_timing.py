@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
+from _device import DEVICE, HAS_CARD, host_time
 
 QUEUE_CYCLES = 4_000_000
 """The device waits this long, some 2 ms, while the launches of a call are queued behind it."""
@@ -11,15 +12,19 @@ QUEUE_CYCLES = 4_000_000
 
 def copy_bandwidth() -> float:
     """Bytes read and written per second by a copy that no cache holds."""
-    source = torch.ones(2**30, dtype=torch.uint8, device="cuda")
+    num_bytes = 2**30 if HAS_CARD else 2**20
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * source.numel() / median_time(lambda: target.copy_(source), 9)
 
 
 def matrix_rate() -> float:
     """Operations per second of a large product in bfloat16."""
-    left, right = torch.randn(2, 8192, 8192, device="cuda").bfloat16()
-    return 2 * 8192**3 / median_time(lambda: left @ right, 9)
+    size = 8192 if HAS_CARD else 128
+    left, right = torch.randn(2, size, size, device=DEVICE)
+    if HAS_CARD:
+        left, right = left.bfloat16(), right.bfloat16()
+    return 2 * size**3 / median_time(lambda: left @ right, 9)
 
 
 def median_time(run: Callable[[], object], rounds: int, guarded: bool = False) -> float:
@@ -31,6 +36,8 @@ def median_time(run: Callable[[], object], rounds: int, guarded: bool = False) -
         guarded: Whether it fails if the call waits for the device.
     """
     run()
+    if not HAS_CARD:
+        return host_time(run, rounds)
     flush, times = torch.empty(2**26, device="cuda"), []
     for _ in range(rounds):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

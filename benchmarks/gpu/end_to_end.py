@@ -11,43 +11,26 @@ import tempfile
 import time
 from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+import typer
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from _engine import (
-    CONFIG_KEY,
-    BenchmarkError,
-    Job,
-    describe,
-    run_child,
-    run_script,
-    table_console,
-)
+sys.path.insert(0, str(Path(__file__).parent))
+from _device import HAS_CARD, row
+from _engine import CONFIG_KEY, BenchmarkError, Job, describe, run_child, run_script
+from _models import LLAMA_8B, TINY, write
+from proofs import NOT_LOADED, NOTHING_DROPPED
+
+from vllm_kvselect.offline.tables import console as table_console
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 WORKLOADS = {"16K -> 512": (16, 16384, 512), "4K -> 1K": (24, 4096, 1024)}
+DRY_WORKLOADS = {"200 -> 8": (2, 200, 8)}
 """Prompts, tokens of each, tokens generated."""
 ENGINES: dict[str, dict[str, Any]] = {
     "stock, 12 GiB": {"eviction": None, "kv_gib": 12, "budgets": [None]},
@@ -60,17 +43,26 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
+def main(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tiny, on any device.")] = False,
+) -> None:
     """Runs the engines one after the other and prints a table."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not dry_run:
         raise BenchmarkError("there is no GPU")
     table = Table("engine", "budget", "workload", "tokens/s", "most of the blocks", "GiB at most")
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(LLAMA_8B))
+        write(folder, TINY if dry_run else LLAMA_8B)
         for name, job in ENGINES.items():
-            result = run_child(__file__, {**job, "model": folder})
+            if dry_run and "room" in name:  # the same engine as the first, with more memory
+                continue
+            result = run_child(__file__, {**job, "model": folder, "dry_run": dry_run})
             print(json.dumps({"engine": name, **result}), flush=True)
             for run in result["runs"]:
+                row(
+                    f"{name}, budget {run['budget'] or 'none'}, {run['workload']}",
+                    f"{run['tokens_per_second']:.0f} tokens/s, first token of a prompt alone after "
+                    f"{run['ttft'] * 1e3:.0f} ms, {run['usage']:.0%} of the blocks at most",
+                )
                 table.add_row(
                     name,
                     str(run["budget"] or ""),
@@ -88,35 +80,48 @@ def measure(job: Job) -> dict[str, Any]:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     from vllm import LLM
 
-    settings: dict[str, Any] = {}
+    dry_run, settings = job["dry_run"], dict[str, Any]()
+    workloads = DRY_WORKLOADS if dry_run else WORKLOADS
     if job["eviction"] is not None:
         settings["additional_config"] = {CONFIG_KEY: job["eviction"]}
     llm = LLM(
         job["model"],
         load_format="dummy",
         skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=17408,
+        dtype="float32" if dry_run else "bfloat16",
+        max_model_len=512 if dry_run else 17408,
         max_num_seqs=64,
-        max_num_batched_tokens=8192,
-        kv_cache_memory_bytes=job["kv_gib"] * 2**30,
+        max_num_batched_tokens=512 if dry_run else 8192,
+        kv_cache_memory_bytes=2**25 if dry_run else job["kv_gib"] * 2**30,
+        enforce_eager=dry_run,
         enable_prefix_caching=False,
         disable_log_stats=False,
         **settings,
     )
-    generate(llm, (2, 2048, 8), job["budgets"][0])
+    is_ours = llm.collective_rpc(has_eviction)[0]
+    if job["eviction"] is not None and not is_ours:
+        raise BenchmarkError(NOT_LOADED)
+    generate(llm, (2, 200 if dry_run else 2048, 8), job["budgets"][0])
     runs = [
         {"budget": budget, "workload": name, **generate(llm, workload, budget)}
         for budget in job["budgets"]
-        for name, workload in WORKLOADS.items()
+        if not dry_run or budget != 0.0625  # less than a window of so short a prompt
+        for name, workload in workloads.items()
     ]
+    if is_ours and not llm.collective_rpc("kv_eviction_stats")[0]["num_evicted"]:
+        raise BenchmarkError(NOTHING_DROPPED)
     (allocated,) = llm.collective_rpc(most_allocated)
     return {**describe(llm), "runs": runs, "max_allocated": allocated}
 
 
 def most_allocated(worker: Any) -> int:
     """Bytes that a worker's tensors took at most."""
-    return torch.cuda.max_memory_allocated(worker.device)
+    return torch.cuda.max_memory_allocated(worker.device) if torch.cuda.is_available() else 0
+
+
+def has_eviction(worker: Any) -> bool:
+    """Whether a worker is ours."""
+    return hasattr(worker, "kv_eviction_stats")
 
 
 def generate(
@@ -127,7 +132,7 @@ def generate(
 
     num_prompts, prompt_len, num_new = workload
     random = torch.Generator().manual_seed(0)
-    vocabulary = LLAMA_8B["vocab_size"]
+    vocabulary = (LLAMA_8B if HAS_CARD else TINY)["vocab_size"]
     prompts = torch.randint(vocabulary, (num_prompts, prompt_len), generator=random).tolist()
     own = {"kv_eviction_budget": budget}
     if isinstance(budget, str):
@@ -139,6 +144,10 @@ def generate(
         detokenize=False,
         extra_args=own if budget else None,
     )
+    first = SamplingParams(max_tokens=1, detokenize=False, extra_args=params.extra_args)
+    start = time.perf_counter()
+    llm.generate([{"prompt_token_ids": prompts[0]}], first, use_tqdm=False)
+    ttft = time.perf_counter() - start
     done, usages = Event(), [0.0]
     watching = Thread(target=watch, args=(llm, done, usages))
     watching.start()
@@ -151,6 +160,7 @@ def generate(
         "seconds": seconds,
         "tokens_per_second": num_prompts * num_new / seconds,
         "usage": max(usages),
+        "ttft": ttft,
     }
 
 

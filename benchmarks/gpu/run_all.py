@@ -1,7 +1,14 @@
-"""Everything that is measured on a GPU, within ten minutes, without network or weights.
+"""Everything that is proved and measured on a GPU, in this order, without network or weights.
 
-Runs `attention.py`, `selection.py` and `end_to_end.py` one after the other, ends what takes too
-long, and writes what they printed as JSON into one file. What did not run is named.
+Each step is a process of its own with a time limit, prints its line the moment it ends, and can be
+run alone (`--only`). What is not proved is not measured: a proof that fails ends the run. The
+report is one Markdown table.
+
+The limits add up to less than 25 minutes. That a run on an H100 keeps within them is arithmetic,
+from starts of engines that others report (20 s with 4 layers, 60 s as 8B); none has been timed.
+
+`--dry-run` walks every step on the processor, at small sizes and with stand-ins for attention's
+calls. It proves that the kit runs, and nothing else.
 """
 
 import json
@@ -10,59 +17,158 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 
 HERE = Path(__file__).parent
-SCRIPTS = {
-    "attention": ["attention.py"],
-    "selection": ["selection.py", "--rounds", "7"],
-    "end to end": ["end_to_end.py"],
+ROOT = HERE.parents[1]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step.
+
+    Attributes:
+        command: What is run, after Python's name.
+        dry: The same in a dry run.
+        limit: Seconds after which it is ended.
+        proves: Whether nothing is measured after it fails.
+    """
+
+    command: tuple[str, ...]
+    dry: tuple[str, ...]
+    limit: float
+    proves: bool = False
+
+
+def _script(name: str, *arguments: str) -> tuple[str, ...]:
+    return (str(HERE / f"{name}.py"), *arguments)
+
+
+_TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_triton.py")
+STEPS = {
+    "kernels": Step(_TESTS, (*_TESTS, "-k", "order_of_scores"), 240, proves=True),
+    "view": Step(_script("proofs", "view"), _script("proofs", "view"), 90, proves=True),
+    "tokens": Step(_script("proofs", "tokens"), _script("proofs", "tokens"), 360, proves=True),
+    "memory": Step(_script("proofs", "memory"), _script("proofs", "memory"), 180, proves=True),
+    "selection": Step(
+        _script("selection", "--rounds", "7"), _script("selection", "--dry-run"), 120
+    ),
+    "decode": Step(_script("attention"), _script("attention", "--dry-run"), 120),
+    "throughput": Step(_script("end_to_end"), _script("end_to_end", "--dry-run"), 360),
 }
+"""In their order; throughput has the times to the first token, too."""
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("gpu.json"),
-    minutes: Annotated[float, typer.Option(help="After this, what still runs is ended.")] = 9.5,
+    only: Annotated[list[str] | None, typer.Option(help="Steps to run; all if left out.")] = None,
+    output: Annotated[Path, typer.Option(help="Where the table goes.")] = Path("gpu.md"),
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="On the processor, small, with stand-ins.")
+    ] = False,
 ) -> None:
-    """Runs all, prints their tables, writes one JSON file; fails if a part did not end well."""
-    if not torch.cuda.is_available():
-        sys.exit("error: there is no GPU; nothing was measured")
-    deadline = time.monotonic() + 60 * minutes
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    failed = []
-    for name, (script, *options) in SCRIPTS.items():
-        print(f"== {name}", flush=True)
-        lines, succeeded = run([sys.executable, str(HERE / script), *options], deadline)
-        results[name] = [json.loads(line) for line in lines if line.startswith("{")]
-        if not succeeded:
+    """Runs the steps one after the other and writes one Markdown table."""
+    if unknown := {*(only or ())} - STEPS.keys():
+        sys.exit(f"error: unknown steps {sorted(unknown)}; there are {', '.join(STEPS)}")
+    if not torch.cuda.is_available() and not dry_run:
+        sys.exit("error: there is no GPU; nothing was proved or measured (--dry-run needs none)")
+    lines, failed = [*heading(dry_run)], []
+    for name, step in STEPS.items():
+        if only and name not in only:
+            continue
+        start = time.monotonic()
+        rows, problem = run(step.dry if dry_run else step.command, step.limit)
+        seconds = time.monotonic() - start
+        print(f"{name}: {problem or 'done'} ({seconds:.0f} s)", flush=True)
+        lines += [f"| {name} | {what} | {result} |" for what, result in rows]
+        lines.append(f"| {name} | {problem or 'whole step'} | {seconds:.0f} s |")
+        output.write_text("\n".join(lines) + "\n")
+        if problem:
             failed.append(name)
-    results["failed"] = failed
-    output.write_text(json.dumps(results, indent=1))
-    print(json.dumps(results))
+            if step.proves:
+                break
+    print(output.read_text())
     if failed:
-        sys.exit(f"error: {', '.join(failed)} failed, or did not end within {minutes:g} minutes")
+        sys.exit(f"error: {', '.join(failed)} failed; what comes after a failed proof was not run")
 
 
-def run(command: list[str], deadline: float) -> tuple[list[str], bool]:
-    """Runs a script until the deadline.
+def heading(dry_run: bool) -> list[str]:
+    """What it ran on, and the head of the table."""
+    card = "a processor, DRY RUN: nothing below is a measurement"
+    if torch.cuda.is_available():
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+        card = f"{torch.cuda.get_device_name()}, driver {driver[0] if driver else 'unknown'}"
+        if dry_run:
+            card += ", DRY RUN: nothing below is a measurement"
+    what = f"{card}; vLLM {version('vllm')}, torch {torch.__version__}"
+    return [
+        f"{what}, triton {version('triton')}.",
+        "",
+        "| step | what | result |",
+        "| --- | --- | --- |",
+    ]
+
+
+def run(command: tuple[str, ...], limit: float) -> tuple[list[tuple[str, str]], str | None]:
+    """Runs a step until its limit; its rows are printed as they come.
 
     Returns:
-        The lines it printed, and whether it ended well.
+        The rows, and what went wrong, or None.
     """
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if not torch.cuda.is_available():  # engines in one process each start in half the time
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # A session of its own: engines that the script has started end with it.
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        text, _ = child.communicate(timeout=max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        text, _ = child.communicate()
-    lines, succeeded = text.splitlines(), child.returncode == 0
-    print("\n".join(line for line in lines if not line.startswith("{")), flush=True)
-    return lines, succeeded
+    child = subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+    )
+    ended = _Limit(child, limit)
+    rows, last = [], ""
+    assert child.stdout is not None
+    for line in child.stdout:
+        print(line, end="", flush=True)
+        last = line.strip() or last
+        if line.startswith('{"what"'):
+            found = json.loads(line)
+            rows.append((found["what"], found["result"]))
+    code = child.wait()
+    if ended.is_ended():
+        return rows, f"ended after {limit:.0f} s"
+    return rows, None if code == 0 else f"failed: {last[:300]}"
+
+
+class _Limit:
+    """Ends a process and what it has started after some seconds."""
+
+    def __init__(self, child: "subprocess.Popen[str]", seconds: float) -> None:
+        from threading import Timer
+
+        self._child, self._was_ended = child, False
+        self._timer = Timer(seconds, self._end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _end(self) -> None:
+        if self._child.poll() is None:
+            self._was_ended = True
+            os.killpg(self._child.pid, signal.SIGKILL)
+
+    def is_ended(self) -> bool:
+        """Whether it was; the timer stops."""
+        self._timer.cancel()
+        return self._was_ended
 
 
 if __name__ == "__main__":

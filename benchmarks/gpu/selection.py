@@ -14,11 +14,12 @@ import torch
 import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+from _device import DEVICE, HAS_CARD, row
 from _selection import LayerShape, Machine, Part, parts, report
 from _timing import copy_bandwidth, matrix_rate, median_time
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.kernels import cuda
 from vllm_kvselect.kernels.base import REFERENCES
 
 SHAPE = LayerShape(kv_heads=8, group=4, head_size=128, hidden_size=4096, block_size=16)
@@ -32,14 +33,22 @@ def main(
     reference: Annotated[
         bool, typer.Option("--reference", help="The references, which wait for the device.")
     ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Short, by the references.")] = False,
 ) -> None:
     """Times every part at every length and prints how far it is from its floor."""
-    if not torch.cuda.is_available():
+    if dry_run:
+        lengths, rounds, reference = "256", 1, True
+    elif not torch.cuda.is_available():
         raise typer.BadParameter("there is no GPU; benchmarks/selection.py times the CPU's kernels")
-    kernels = REFERENCES if reference else cuda.KERNELS
+    kernels = REFERENCES
+    if not reference:
+        from vllm_kvselect.kernels import cuda
+
+        kernels = cuda.KERNELS
     machine = Machine(copy_bandwidth(), matrix_rate())
     print(
-        f"{torch.cuda.get_device_name()}: copies {machine.bandwidth / 1e12:.2f} TB/s, "
+        f"{torch.cuda.get_device_name() if HAS_CARD else 'CPU'}: "
+        f"copies {machine.bandwidth / 1e12:.2f} TB/s, "
         f"multiplies {machine.rate / 1e12:.0f} TFLOP/s"
     )
     config = EvictionConfig(budget=budget)
@@ -47,10 +56,11 @@ def main(
     def timed_parts(length: int) -> tuple[int, list[tuple[Part, float]], str]:
         timed = [
             (part, median_time(part.run, rounds, guarded=not reference))
-            for part in parts(SHAPE, length, config, kernels, "cuda")
+            for part in parts(SHAPE, length, config, kernels, DEVICE)
         ]
         prefill = layer_flops(length) / machine.rate
         share = sum(seconds for _, seconds in timed) / prefill
+        row(f"selection, {length} tokens", f"{share:.1%} of the prefill")
         return length, timed, f"{share:.1%} of prefill"
 
     report(machine, (timed_parts(length) for length in map(int, lengths.split(","))))

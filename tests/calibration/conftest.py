@@ -1,5 +1,5 @@
-"""The random model of the analysis's tests."""
+"""The random model of the offline room's tests."""
 
-from tests.analysis.conftest import llama, llama_folder, token_ids, tokenizer
+from tests.offline.conftest import llama, llama_folder, token_ids, tokenizer
 
 __all__ = ["llama", "llama_folder", "token_ids", "tokenizer"]

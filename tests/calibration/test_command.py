@@ -7,13 +7,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typer.testing import CliRunner, Result
 
-from tests.analysis.conftest import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS
-from vllm_kvselect.analysis.capture import capture
-from vllm_kvselect.analysis.kvzip import kvzip_scores
+from tests.offline.conftest import HEAD_SIZE, NUM_KV_HEADS, NUM_LAYERS
 from vllm_kvselect.calibration.contexts import contexts_left_out, contexts_to_fit
 from vllm_kvselect.calibration.settings import CalibrationConfig
 from vllm_kvselect.cli import app
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.offline.capture import capture
+from vllm_kvselect.offline.kvzip import kvzip_scores
 from vllm_kvselect.probes.file import Probe
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.probe import probe_scores
@@ -38,8 +38,7 @@ def test_the_file_says_what_it_is_of(calibrated: tuple[Result, Path], llama_fold
     weights, facts = Probe.load(path)
     assert weights.isfinite().all()
     assert facts.model.name == llama_folder.name
-    num_features = (NUM_HEADS // NUM_KV_HEADS + 2) * HEAD_SIZE + 1
-    assert facts.model.shape == (NUM_LAYERS, num_features, NUM_KV_HEADS)
+    assert facts.model.shape == (NUM_LAYERS, 2 * HEAD_SIZE + 1, NUM_KV_HEADS)
     assert facts.settings["texts"] == ["code", "pairs"]
     assert not {"model", "out"} & set(facts.settings)
     # Three texts of each kind, and one left out; a question takes some of the 300 tokens.

@@ -1,6 +1,6 @@
 """A tiny model: requests of all methods in one engine, the float64 model's word on each of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -61,22 +61,32 @@ class Served(NamedTuple):
     recorder: Recorder
 
 
-def serve_all_methods(start: EngineFactory) -> Served:
+def serve_all_methods(
+    start: EngineFactory, cases: Sequence[MethodCase] = CASES, **settings: Any
+) -> Served:
     """Serves a prompt with each of the methods."""
-    extra_args: Any = [{"kv_eviction": case.method} for case in CASES]
+    extra_args: Any = [{"kv_eviction": case.method} for case in cases]
+    settings = {"max_num_batched_tokens": 384, **settings}
     with (
-        start(EVICTION, 40, max_num_batched_tokens=384) as engine,
+        start(EVICTION, 40, **settings) as engine,
         recording(engine.worker.model_runner) as recorder,
         preempting_all(4) as preempted,
     ):
-        answers = engine.generate(PROMPTS, 40, extra_args)
+        answers = engine.generate(PROMPTS[: len(cases)], 40, extra_args)
         # One that had its first token only was yet to be packed.
         num_packed_again = sum(count > 1 for count in preempted)
-        assert engine.worker.kv_eviction_stats()["num_evicted"] == len(CASES) + num_packed_again
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == len(cases) + num_packed_again
     return Served(answers, recorder)
 
 
-def check_method(index: int, served: Served, folder: Path, full_attention: list[int]) -> None:
+def check_method(
+    index: int,
+    served: Served,
+    folder: Path,
+    full_attention: list[int],
+    cases: Sequence[MethodCase] = CASES,
+    model_class: type[Model] = Model,
+) -> None:
     """Compares tokens, their probabilities and what every head retains with the float64 model's.
 
     Args:
@@ -84,9 +94,11 @@ def check_method(index: int, served: Served, folder: Path, full_attention: list[
         served: What was served.
         folder: The model.
         full_attention: Its layers with full attention, and no others, which drop entries.
+        cases: Of which the method is one.
+        model_class: The reference.
     """
     prompt, answer = PROMPTS[index], served.answers[index]
-    oracle = ExpectedAnswer(Model(folder), prompt, CASES[index])
+    oracle = ExpectedAnswer(model_class(folder), prompt, cases[index])
     assert {layer for layer, _ in oracle.expected} == {*full_attention}
     retained = {
         (layer, head): {

@@ -1,7 +1,7 @@
 """Real engines on the small model, in this process, in float32 so that tokens compare exactly."""
 
 import argparse
-import gc
+import contextlib
 import inspect
 import json
 import math
@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, envs
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.utils import func_utils
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.engine.random_models import random_persimmon
+from tests.engine.random_models import random_llama, random_persimmon
 from tests.engine.server import serving
+from tests.marks import starts_engine
 from tests.probe_files import probe_of
+from tests.process_memory import give_back_freed_memory
 from vllm_kvselect.shallow_model import shallow_copy
 from vllm_kvselect.tiny_model import tiny_model
 
@@ -153,9 +156,12 @@ def engine_settings(
     settings = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, **settings}
     if eviction is not None:
         # The tiny model's probe the package has; weights without a file have none.
-        if model != tiny_model() and any(model.glob("*.safetensors")):
+        has_weights = model != tiny_model() and any(model.glob("*.safetensors"))
+        if has_weights and "probe" not in eviction:
             eviction = {"probe": str(probe_of(model)), **eviction}
         settings["additional_config"] = {"kv_eviction": eviction}
+    if "kv_cache_memory_bytes" in settings:
+        return settings
     config = json.loads((model / "config.json").read_text())
     entry_bytes = 2 * config["head_dim"] * (4 if settings["dtype"] == "float32" else 2)
     entries = config["num_hidden_layers"] * config["num_key_value_heads"] * BLOCK_SIZE
@@ -164,18 +170,61 @@ def engine_settings(
     return {"kv_cache_memory_bytes": num_blocks * block_bytes, **settings}
 
 
+@starts_engine
 @contextmanager
 def _engine(
     eviction: dict[str, Any] | None, num_blocks: int, *, model: Path, **settings: Any
 ) -> Iterator[Engine]:
-    llm = LLM(str(model), **engine_settings(eviction, num_blocks, model=model, **settings))
+    _kept.give_back()
+    engine = Engine(
+        LLM(str(model), **engine_settings(eviction, num_blocks, model=model, **settings))
+    )
     try:
-        yield Engine(llm)
+        yield engine
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
+        engine.llm.llm_engine.engine_core.shutdown()
+        del engine.llm  # the test still has the engine
+        # It is asked about methods of classes that vLLM makes for each engine, and so keeps two
+        # copies of the tokenizer of each, some 40 MB.
+        func_utils._supports_kw.cache_clear()
         cleanup_dist_env_and_memory()
-        gc.collect()
+        give_back_freed_memory()
+
+
+class _Kept:
+    """The engine that goes from test to test, as long as they ask for the same; there is one."""
+
+    def __init__(self) -> None:
+        self._asked, self._stack = "", contextlib.ExitStack()
+        self._engine: Engine | None = None
+
+    def engine(self, eviction: dict[str, Any], num_blocks: int, **settings: Any) -> Engine:
+        asked = repr((eviction, num_blocks, settings))
+        if self._engine is None or asked != self._asked:
+            started = _engine(eviction, num_blocks, **settings)
+            self._engine, self._asked = self._stack.enter_context(started), asked
+        assert self._engine.scheduler.reset_prefix_cache()  # nobody is served
+        self._engine.worker.reset_kv_eviction_stats()
+        # What `record_hits` has left.
+        vars(self._engine.scheduler.kv_cache_manager).pop("get_computed_blocks", None)
+        return self._engine
+
+    def give_back(self) -> None:
+        self._engine = None
+        self._stack.close()
+
+
+_kept = _Kept()
+
+
+@starts_engine
+@contextmanager
+def _sharing(eviction: dict[str, Any], num_blocks: int, **settings: Any) -> Iterator[Engine]:
+    try:
+        yield _kept.engine(eviction, num_blocks, **settings)
+    except BaseException:  # who knows what it is left in
+        _kept.give_back()
+        raise
 
 
 @contextmanager
@@ -216,10 +265,34 @@ def start_engine(monkeypatch: pytest.MonkeyPatch, shallow_model: Path) -> Engine
     return partial(_engine, model=shallow_model)
 
 
+@pytest.fixture
+def share_engine(start_engine: EngineFactory, shallow_model: Path) -> EngineFactory:
+    """The same engine as of the test before, if that asked for the same; with nothing cached.
+
+    Tests that share one are in an xdist group, and leave it without requests.
+    """
+    return partial(_sharing, model=shallow_model)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _give_back_the_shared_engine() -> Iterator[None]:
+    yield
+    _kept.give_back()
+
+
 @pytest.fixture(scope="session")
 def shallow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model cut down to its first layers: real weights, real tokens, a real engine."""
     return shallow_copy(tiny_model(), SHALLOW_LAYERS, tmp_path_factory.mktemp("shallow") / "model")
+
+
+@pytest.fixture
+def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of which nobody has a probe."""
+    # vLLM's own cache stays: without it, a process looks what the model's class can do.
+    monkeypatch.setenv("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return random_llama(tmp_path / "llama")
 
 
 @pytest.fixture(scope="session")

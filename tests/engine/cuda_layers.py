@@ -4,7 +4,7 @@ Batches are made as vLLM's model runners make them. Expected outputs come from t
 oracle in float64, which says what every head retains; blocks given back are overwritten.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,15 +30,42 @@ from tests.engine.cuda_requests import (
     Request,
 )
 from tests.engine.flash_attention import FP8, PADDING, attention
+from tests.kernels import interpreter
+from tests.plans import planned
 from tests.strategies import random_probe
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cuda.flash_attention import HeadwiseFlashAttentionBackend
+from vllm_kvselect.engine.drop.request import Request as LiveRequest
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
-from vllm_kvselect.engine.step.request import Request as LiveRequest
 from vllm_kvselect.kernels.base import Kernels
-from vllm_kvselect.retention import Cuts
+from vllm_kvselect.planning.plan import Plan
+from vllm_kvselect.scoring import value_norms
 from vllm_kvselect.scoring.value_norms import OutputProjection
+from vllm_kvselect.selecting import pruning
 from vllm_kvselect.tiny_model import tiny_model
+
+interpreter.quicken()
+
+
+def projected_value_norms(value: torch.Tensor, projection: OutputProjection) -> torch.Tensor:
+    """The reference, in float32."""
+    return value_norms.value_norms(value.float(), projection.weight.float())
+
+
+def select_pruned(
+    scores: torch.Tensor,
+    weights: torch.Tensor,
+    value: torch.Tensor,
+    projection: OutputProjection,
+    *rest: Any,
+) -> torch.Tensor:
+    """The reference, in float32."""
+    wide = OutputProjection.of(projection.weight.float())
+    return pruning.select_pruned(scores, weights, value.float(), wide, *rest)
+
+
+WIDE = Kernels(projected_value_norms=projected_value_norms, select_pruned=select_pruned)
+"""References for bfloat16, to which they round norms: enough to change what is retained."""
 
 
 def vllm_config(
@@ -64,6 +91,7 @@ class Layers:
         config: vLLM's.
         backend: The backend of the layers.
         with_sinks: Whether they have attention sinks.
+        device: Where they are.
 
     Attributes:
         atol: What an output may be off beside its own rounding.
@@ -78,16 +106,18 @@ class Layers:
         config: VllmConfig,
         backend: Any = HeadwiseFlashAttentionBackend,
         with_sinks: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.eviction, self._backend, self._with_sinks = eviction, backend, with_sinks
+        self.device = torch.device(device)
         self.quantized = config.cache_config.cache_dtype == "fp8"
         self.random = torch.Generator().manual_seed(1)
         self.dtype = config.model_config.dtype
         dtype = torch.uint8 if self.quantized else self.dtype
-        memory = torch.zeros(
-            NUM_LAYERS * NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=dtype
-        )
+        shape = (NUM_LAYERS * NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+        memory = torch.zeros(shape, dtype=dtype, device=self.device)
         names = [f"layers.{index}.attn" for index in range(NUM_LAYERS)]
+        config.compilation_config.static_forward_context.clear()  # layers made before
         with set_current_vllm_config(config):
             self.layers = [self._layer(name, config) for name in names]
             for layer, cache in zip(self.layers, memory.chunk(NUM_LAYERS), strict=True):
@@ -99,11 +129,12 @@ class Layers:
                 dtype=dtype,
                 eviction=eviction,
             )
-            self.builder = backend.get_builder_cls()(spec, names, config, torch.device("cpu"))
+            self.builder = backend.get_builder_cls()(spec, names, config, self.device)
         self.prompts: list[LiveRequest] = []
-        self.state = self.builder.start(NUM_BLOCKS, self._requests_of, kernels)
-        self.block_table = torch.zeros(MAX_NUM_SEQS, MAX_MODEL_LEN // BLOCK_SIZE).int()
-        self.seq_lens = torch.zeros(MAX_NUM_SEQS, dtype=torch.int32)
+        self.state = self.builder.start(self._requests_of, kernels)
+        integers = {"dtype": torch.int32, "device": self.device}
+        self.block_table = torch.zeros(MAX_NUM_SEQS, MAX_MODEL_LEN // BLOCK_SIZE, **integers)
+        self.seq_lens = torch.zeros(MAX_NUM_SEQS, **integers)
         self.free = [*range(1, NUM_BLOCKS)]
         self.on_host: list[torch.Tensor] = []
 
@@ -125,14 +156,15 @@ class Layers:
                 setattr(layer, f"_{part}_scale_float", scale)
         weight = self._randn(NUM_KV_HEADS, HEAD_SIZE, GROUP, HIDDEN_SIZE)
         layer.impl.output_projection = OutputProjection.of(weight)
-        layer.impl.probe = random_probe(NUM_KV_HEADS, GROUP, HEAD_SIZE, seed=len(name))
+        probe = random_probe(NUM_KV_HEADS, HEAD_SIZE, seed=len(name))
+        layer.impl.probe = probe.to(self.device)
         return layer
 
     def _randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.random).to(self.dtype)
+        return torch.randn(shape, generator=self.random).to(self.device, self.dtype)
 
     def _requests_of(self, common: CommonAttentionMetadata) -> list[LiveRequest]:
-        nothing = LiveRequest(0, self.eviction, Cuts(), None)
+        nothing = LiveRequest(Plan(0, self.eviction))
         return self.prompts + [nothing] * (common.num_reqs - len(self.prompts))
 
     def request(self, num_prompt_tokens: int, num_tokens: int) -> Request:
@@ -152,8 +184,8 @@ class Layers:
                 read["q"] = tensors["q"].double()
             else:
                 tensors["q"] = codes["q"]
-        planned = (num_prompt_tokens, BLOCK_SIZE, self.eviction, num_tokens - num_prompt_tokens)
-        prompt = LiveRequest.planned(*planned)
+        sizes = (num_prompt_tokens, BLOCK_SIZE, self.eviction, num_tokens - num_prompt_tokens)
+        prompt = LiveRequest(planned(*sizes))
         return Request(*tensors.values(), read, prompt)
 
     def preempt(self, request: Request) -> None:
@@ -161,7 +193,7 @@ class Layers:
         self._overwrite(request.blocks)
         self.free = request.blocks + self.free
         request.blocks, request.num_computed = [], 0
-        request.prompt.begin_again()
+        request.prompt.pause()
 
     def _overwrite(self, blocks: Sequence[int]) -> None:
         for layer in self.layers:
@@ -173,6 +205,7 @@ class Layers:
         """The step's metadata, padded to `num_rows`; tensors on the device are always the same."""
         num_rows = num_rows or len(rows)
         lens = np.zeros(num_rows, dtype=np.int64)
+        ends = np.zeros(num_rows, dtype=np.int32)
         self.block_table.zero_()
         self.seq_lens.zero_()
         slots = []
@@ -181,18 +214,18 @@ class Layers:
             while len(request.blocks) * BLOCK_SIZE < end:
                 request.blocks.append(self.free.pop(0))
             self.block_table[row, : len(request.blocks)] = torch.tensor(request.blocks)
-            self.seq_lens[row], lens[row] = end, num_new
+            self.seq_lens[row], ends[row], lens[row] = end, end, num_new
             positions = torch.arange(request.num_computed, end)
             blocks = torch.tensor(request.blocks)[positions // BLOCK_SIZE]
             slots.append(blocks * BLOCK_SIZE + positions % BLOCK_SIZE)
-            request.prompt.num_computed = request.num_computed  # as the scheduler says
+            request.prompt.come_to(request.num_computed)  # as the scheduler says
         self.prompts = [request.prompt for request, _ in rows]
         starts = torch.from_numpy(np.concatenate(([0], lens.cumsum())).astype(np.int32))
         # With speculation the host knows an upper bound of what a decoding row has come to.
-        bounds = self.seq_lens[:num_rows].clone()
+        bounds = torch.from_numpy(ends)
         for row, (request, num_new) in enumerate(rows):
             # (Rounds are not made beside drafters that run ahead.)
-            is_past_prompt = request.num_computed >= request.prompt.num_prompt_tokens
+            is_past_prompt = request.num_computed >= request.prompt.plan.num_prompt_tokens
             if is_past_prompt and not self.eviction.decode_budget:
                 bounds[row] += num_new - 1
         num_tokens = max(int(starts[-1]), num_rows if num_rows > len(rows) else 0)
@@ -200,7 +233,7 @@ class Layers:
         slot_mapping[: int(starts[-1])] = torch.cat(slots) if slots else torch.empty(0)
         self.on_host = [starts, bounds]
         return CommonAttentionMetadata(
-            query_start_loc=starts.clone(),
+            query_start_loc=starts.clone().to(self.device),
             query_start_loc_cpu=starts,
             seq_lens=self.seq_lens[:num_rows],
             seq_lens_cpu_upper_bound=bounds,
@@ -209,7 +242,7 @@ class Layers:
             max_query_len=int(lens.max()) if rows else 1,
             max_seq_len=int(bounds.max()),
             block_table_tensor=self.block_table[:num_rows],
-            slot_mapping=slot_mapping,
+            slot_mapping=slot_mapping.to(self.device),
         )
 
     def forward(
@@ -225,30 +258,60 @@ class Layers:
         """
         outputs = []
         for index, layer in enumerate(self.layers):
-            parts = [
-                torch.cat(
-                    [
-                        getattr(request, name)[index, request.num_computed :][:num_new]
-                        for request, num_new in rows
-                    ]
-                )
-                for name in ("query", "key", "value")
-            ]
-            # A slice of the fused projection: rows apart from each other.
-            num_padding = common.num_actual_tokens - len(parts[0])
-            query, key, value = (
-                torch.nn.functional.pad(part.view(torch.int8), (0, 0, 0, 0, 0, num_padding))
-                .repeat(1, 2, 1)
-                .view(part.dtype)[:, : part.shape[1]]
-                for part in parts
-            )
+            query, key, value = self._given(index, rows, common.num_actual_tokens)
             shape = len(query), GROUP * NUM_KV_HEADS, HEAD_SIZE
-            output, cache = torch.full(shape, torch.nan, dtype=self.dtype), layer.kv_cache
+            output = torch.full(shape, torch.nan, dtype=self.dtype, device=self.device)
+            cache = layer.kv_cache
             with guard():
                 layer.impl.do_kv_cache_update(layer, key, value, cache, common.slot_mapping)
                 layer.impl.forward(layer, query, key, value, cache, metadata, output)
             outputs.append(output)
         return outputs
+
+    def _given(
+        self, index: int, rows: Sequence[tuple[Request, int]], num_tokens: int
+    ) -> Iterator[torch.Tensor]:
+        """What a layer is called with: slices of the fused projection, rows apart from each other.
+
+        They are `[num_tokens, num_heads, head_size]` each, padding included.
+        """
+        for name in ("query", "key", "value"):
+            part = torch.cat(
+                [
+                    getattr(request, name)[index, request.num_computed :][:num_new]
+                    for request, num_new in rows
+                ]
+            )
+            padding = (0, 0, 0, 0, 0, num_tokens - len(part))
+            padded = torch.nn.functional.pad(part.view(torch.int8), padding)
+            yield padded.repeat(1, 2, 1).view(part.dtype)[:, : part.shape[1]]
+
+    def served(self, num_prompt_tokens: int, num_tokens: int, eviction: EvictionConfig) -> Request:
+        """A request with a configuration of its own, for steps that no oracle judges."""
+        tensors = (
+            self._randn(NUM_LAYERS, num_tokens, heads * NUM_KV_HEADS, HEAD_SIZE)
+            for heads in (GROUP, 1, 1)
+        )
+        sizes = (num_prompt_tokens, BLOCK_SIZE, eviction, num_tokens - num_prompt_tokens)
+        return Request(*tensors, {}, LiveRequest(planned(*sizes)))
+
+    def run(self, *rows: tuple[Request, int]) -> Any:
+        """One step, which no oracle judges; returns the metadata that it ran with."""
+        common = self.common(rows)
+        self.builder.take_queries()
+        for request, _ in rows:
+            request.prompt.progress.block_ids = request.blocks
+            self.builder.due.make(request.prompt)
+        metadata = self.builder.build(0, common)
+        self.forward(rows, common, metadata)
+        for request, num_new in rows:
+            request.num_computed += num_new
+        return metadata
+
+    def release(self, request: Request) -> None:
+        """Takes the blocks of a request that has ended."""
+        self.free += request.blocks
+        request.blocks = []
 
     def step(self, *rows: tuple[Request, int]) -> Any:
         """One step, compared with the oracle; returns the metadata that it ran with."""
@@ -259,15 +322,22 @@ class Layers:
 
     def build(self, rows: Sequence[tuple[Request, int]], common: CommonAttentionMetadata) -> Any:
         """Builds a step's metadata, before which rounds are made."""
-        metadata = self.builder.build(0, common)
-        self.reuse_freed_blocks(rows)
-        return metadata
+        self.make_rounds(rows)
+        return self.builder.build(0, common)
 
-    def reuse_freed_blocks(self, rows: Sequence[tuple[Request, int]]) -> None:
-        """What a round has freed belongs to others in the same step."""
+    def make_rounds(
+        self,
+        rows: Sequence[tuple[Request, int]],
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Makes the rounds that are due; others take what they free in the same step."""
+        self.builder.take_queries()
         for request, _ in rows:
-            if request.prompt.cut and request.prompt.cut.position == request.num_computed:
-                self._overwrite(request.blocks[: request.prompt.cut.first_packed])
+            due, request.prompt.progress.block_ids = request.prompt.due_cut, request.blocks
+            with guard():
+                self.builder.due.make(request.prompt)
+            if due is not None:
+                self._overwrite(request.blocks[: due.first_packed])
 
     def build_for_capture(self, num_rows: int) -> Any:
         """What the builder makes of the metadata that a graph is captured with."""
@@ -288,7 +358,7 @@ class Layers:
                 )
                 first += num_new
         for request, num_new in rows:
-            first, cut = request.num_computed, request.prompt.cut
+            first, cut = request.num_computed, request.prompt.border
             request.num_computed += num_new
             if cut and first < cut.position <= request.num_computed:
                 self._overwrite(request.blocks[: cut.first_packed])

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from tests import oracle
-from vllm_kvselect.engine.step.request import Request as LiveRequest
-from vllm_kvselect.methods.registry import METHODS
-from vllm_kvselect.retention import Cut
+from vllm_kvselect.engine.drop.request import Request as LiveRequest
+from vllm_kvselect.planning.cuts import Cut
+from vllm_kvselect.registry import METHODS
+from vllm_kvselect.scorers import FirstTokens
 
 NUM_LAYERS, NUM_KV_HEADS, GROUP, HEAD_SIZE, HIDDEN_SIZE = 2, 2, 2, 16, 24
 BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS, MAX_MODEL_LEN = 16, 60, 4, 256
@@ -47,7 +48,7 @@ class Request:
 
     def seen(self, layer: int, head: int, position: int) -> list[int]:
         """Tokens that a query may attend to."""
-        cut = self.prompt.cuts.last_made(position)
+        cut = self.prompt.plan.cuts.last_made(position)
         if cut is None:
             return [*range(position + 1)]
         tail = range(cut.tail_start * BLOCK_SIZE, position + 1)
@@ -60,11 +61,12 @@ class Request:
             num_tokens: The length.
             layers: vLLM's attention layers, with their parameters.
         """
-        for cut in self.prompt.cuts:
+        num_prompt_tokens = self.prompt.plan.num_prompt_tokens
+        for cut in self.prompt.plan.cuts:
             if cut.position > num_tokens or cut.position in self.retained:
                 continue
-            is_round = cut.position > self.prompt.num_prompt_tokens
-            choose = self._in_round if is_round else self._at_prompt
+            is_first_of_prompt = not self.retained and cut.position <= num_prompt_tokens
+            choose = self._at_prompt if is_first_of_prompt else self._again
             retained: dict[Owner, list[int]] = {owner: [] for owner in OWNERS}
             for owner, token in choose(cut, layers):
                 retained[owner].append(token)
@@ -73,11 +75,11 @@ class Request:
     @property
     def _pools(self) -> list[list[int]]:
         """Layers that share pages."""
-        is_pooled = METHODS[self.prompt.eviction.method].pooled
+        is_pooled = METHODS[self.prompt.plan.settings.method].pooled
         return [[*range(NUM_LAYERS)]] if is_pooled else [[layer] for layer in range(NUM_LAYERS)]
 
     def _at_prompt(self, cut: Cut, layers: Sequence[Any]) -> list[tuple[Owner, int]]:
-        eviction, chosen = self.prompt.eviction, []
+        eviction, chosen = self.prompt.plan.settings, []
         first_query = 0 if METHODS[eviction.method].whole_prompt else -eviction.window
         for pool in self._pools:
             inputs = []
@@ -99,11 +101,9 @@ class Request:
                 chosen.append((OWNERS[pool[0] * NUM_KV_HEADS + index], token))
         return chosen
 
-    def _in_round(self, cut: Cut, layers: Sequence[Any]) -> list[tuple[Owner, int]]:
-        """Heads hold different numbers of entries, and with `keep_prompt` some anyway."""
-        eviction, begin, border, chosen = self.prompt.eviction, cut.tail_start * BLOCK_SIZE, 0, []
-        if eviction.keep_prompt:
-            border = -(-self.prompt.num_prompt_tokens // BLOCK_SIZE) * BLOCK_SIZE
+    def _again(self, cut: Cut, layers: Sequence[Any]) -> list[tuple[Owner, int]]:
+        """Heads hold different numbers of entries."""
+        eviction, begin, chosen = self.prompt.plan.settings, cut.tail_start * BLOCK_SIZE, []
         held = {owner: self.seen(*owner, cut.position - 1) for owner in OWNERS}
         counts = {owner: sum(token < begin for token in held[owner]) for owner in OWNERS}
         for pool in self._pools:
@@ -116,7 +116,6 @@ class Request:
                 BLOCK_SIZE,
                 eviction,
                 pool[0],
-                [[sum(token < border for token in held[owner]) for owner in row] for row in heads],
             )
             for index, column in found.entries:
                 owner = OWNERS[pool[0] * NUM_KV_HEADS + index]
@@ -128,19 +127,30 @@ class Request:
     def _alone(
         self, owner: Owner, entries: list[int], cut: Cut, layers: Sequence[Any]
     ) -> oracle.LayerInputs:
-        """A head with the entries that it holds before a round."""
+        """A head with the entries that it holds before a cut."""
         layer, head = owner
         query, key, value = (self.read[name][layer] for name in "qkv")
         group, impl = slice(head * GROUP, (head + 1) * GROUP), layers[layer].impl
         competing = [token for token in entries if token < cut.tail_start * BLOCK_SIZE]
         return oracle.LayerInputs(
-            query[cut.position - self.prompt.eviction.window : cut.position, group].tolist(),
+            query[cut.position - self.prompt.plan.settings.window : cut.position, group].tolist(),
             [key[entries, head].tolist()],
             [value[competing, head].tolist()],
             impl.output_projection.weight[head : head + 1].double().tolist(),
             None if impl.sinks is None else impl.sinks[group].tolist(),
-            received=[self._received(owner, entries, cut.position, impl.sinks).tolist()],
+            numbers=[self._numbers(owner, entries, cut.position, impl)],
         )
+
+    def _numbers(self, owner: Owner, entries: list[int], position: int, impl: Any) -> list[float]:
+        """What entries have received, or what the probe says of each."""
+        if METHODS[self.prompt.plan.settings.method].scorer.observes:
+            return self._received(owner, entries, position, impl.sinks).tolist()
+        layer, head = owner
+        key, value = ([self.read[name][layer, :position, head].tolist()] for name in "kv")
+        probe = impl.probe[:, head : head + 1].tolist()
+        num_sinks = self.prompt.plan.settings.of(FirstTokens).num_sinks
+        (scores,) = oracle.probe_scores(key, value, probe, (), 0, num_sinks)
+        return [scores[token] for token in entries]
 
     def _received(
         self, owner: Owner, entries: list[int], position: int, sinks: torch.Tensor | None

@@ -95,8 +95,11 @@ def flash_attn_varlen_func(**given: Any) -> torch.Tensor:
     before, after = given["window_size"] or (-1, -1)
     assert after == (-1 if before == -1 else 0)
     assert isinstance(given["num_splits"], int)
-    if given["scheduler_metadata"] is not None:
-        assert given["scheduler_metadata"].dtype == torch.int32
+    schedule = given["scheduler_metadata"]
+    if schedule is not None:
+        assert schedule.dtype == torch.int32
+        # Made for these sequences: one of other sequences gives wrong output without an error.
+        assert schedule[: num_sequences + 1].tolist() == [num_sequences, *lengths.tolist()]
     for name in ("alibi_slopes", "mask_mod", "aux_tensors", "dynamic_causal"):
         assert given[name] is None
     sinks = given["s_aux"]
@@ -177,7 +180,10 @@ def quantized(tensor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def get_scheduler_metadata(**given: Any) -> torch.Tensor:
     assert given["cache_seqlens"].shape == (given["batch_size"],)
     assert given["cu_seqlens_q"].shape == (given["batch_size"] + 1,)
-    return torch.zeros(1 + -(-given["batch_size"] // 4) * 16, dtype=torch.int32)
+    # vLLM's builder keeps it in a buffer of its own where there are full graphs.
+    schedule = torch.zeros(1 + -(-given["batch_size"] // 4) * 16, dtype=torch.int32)
+    schedule[0], schedule[1 : given["batch_size"] + 1] = given["batch_size"], given["cache_seqlens"]
+    return schedule
 
 
 def install(patch: pytest.MonkeyPatch) -> None:

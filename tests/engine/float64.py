@@ -1,7 +1,7 @@
 """The published choice on the real model's tensors: float64, one head and one query at a time.
 
-Shares no code with the package. Only the pages come from `tests.oracle`; the loops over tokens
-there are too slow for real lengths.
+Shares no code with the package. What is not a loop over tokens comes from `tests.oracle`, where
+these are too slow for real lengths.
 """
 
 from collections.abc import Sequence
@@ -28,6 +28,7 @@ class Layer(NamedTuple):
         probe: The calibrated probe, `[num_features, num_kv_heads]`.
         received: What entries have received from all queries so far, `[num_kv_heads, n]`; None
             where these are the prompt's.
+        positions: Of the entries, `[n]`; None for a prompt's.
     """
 
     query: torch.Tensor
@@ -38,6 +39,7 @@ class Layer(NamedTuple):
     theta: float = 10_000.0
     probe: torch.Tensor | None = None
     received: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -85,7 +87,7 @@ def num_packed(prompt_len: int) -> int:
 
 def expect(case: MethodCase, layers: Sequence[Layer], first_layer: int = 0) -> list[Expected]:
     """What every head of a pool of layers, or of one alone, should retain of a prompt."""
-    config, base = case.config(), base_of(case.method)
+    config, base = case.config(), oracle.base_of(case.method)
     is_product = base in oracle.QUERY_AGNOSTIC and case.method.endswith("-perturb")
     prompt_len = len(layers[0].query)
     even, num_tokens = num_packed(prompt_len) * BLOCK_SIZE, tail_begin(prompt_len)
@@ -94,17 +96,16 @@ def expect(case: MethodCase, layers: Sequence[Layer], first_layer: int = 0) -> l
         scores.append(stage_1_scores(base, layer, config, first_layer + index)[:, :num_tokens])
         weights = stage_2_scores(base, layer, config, first_layer + index)[:, :num_tokens]
         norms = value_norms(layer, 2 if is_product else 1)[:, :num_tokens]
-        if base == "thetakv":
-            products.append((weights + config.lam / num_tokens) / (1 + config.lam) * norms)
-        elif is_product:
+        if is_product:
             products.append(scores[-1] * norms / norms.mean())
         elif base == "defensivekv":
-            stage_1 += [mass_stage(row, config.mass, even) for row in scores[-1]]
+            rows_of_layer = scores[-1].tolist()
+            stage_1 += [oracle.mass_stage(row, config.mass, even) for row in rows_of_layer]
             products.append(weights * norms / norms.sum(dim=0))
             for head, tokens in enumerate(stage_1[-len(norms) :]):
                 products[-1][head, tokens] = 2 + scores[-1][head, tokens]
         else:
-            products.append((weights + config.eps) * norms)
+            products.append(multiplied(base, weights, norms, config))
     ranking = products if is_product or base in ("thetakv", "defensivekv") else scores
     packed = num_packed(prompt_len)
     counts = [BLOCK_SIZE * count for count in pages(case.method, ranking, config, packed)]
@@ -113,27 +114,34 @@ def expect(case: MethodCase, layers: Sequence[Layer], first_layer: int = 0) -> l
         row, product = torch.cat(scores)[head], torch.cat(products)[head]
         if base == "defensivekv":
             expected.append(Expected(count, product, row, len(stage_1[head])))
-        elif is_product:
-            expected.append(Expected(count, product, product, count))
-        elif base == "thetakv" or case.method.endswith("-perturb"):
-            first = int(config.alpha * count)
-            product[torch.sort(row, descending=True, stable=True).indices[:first]] = torch.inf
-            expected.append(Expected(count, product, row, first))
         else:
-            expected.append(Expected(count, row, row, count))
+            expected.append(chosen(case, count, row, product))
     return expected
 
 
-def base_of(method: str) -> str:
-    """The method whose scores another form of it shares."""
-    base = method.removesuffix("-perturb").removeprefix("layer-")
-    agnostic = base.removeprefix("ada-")
-    return agnostic if agnostic in oracle.QUERY_AGNOSTIC else base
+def multiplied(base: str, weights: torch.Tensor, norms: torch.Tensor, config: Any) -> torch.Tensor:
+    """What stage 2 ranks by."""
+    if base == "thetakv":
+        lam = config.lam
+        return (weights + lam / weights.shape[-1]) / (1 + lam) * norms
+    return (weights + config.eps) * norms
+
+
+def chosen(case: MethodCase, count: int, scores: torch.Tensor, product: torch.Tensor) -> Expected:
+    """What a head retains of its scores, products with norms, or first one and then the other."""
+    config, base = case.config(), oracle.base_of(case.method)
+    if base in oracle.QUERY_AGNOSTIC and case.method.endswith("-perturb"):
+        return Expected(count, product, product, count)
+    if base == "thetakv" or case.method.endswith("-perturb"):
+        first, keys = int(config.alpha * count), product.clone()
+        keys[torch.sort(scores, descending=True, stable=True).indices[:first]] = torch.inf
+        return Expected(count, keys, scores, first)
+    return Expected(count, scores, scores, count)
 
 
 def pages(method: str, ranking: list[torch.Tensor], config: Any, packed: int) -> list[int]:
     """Pages of every head of every layer."""
-    base = base_of(method)
+    base = oracle.base_of(method)
     layers = [layer.tolist() for layer in ranking]
     heads = oracle.first_pages_first([head for layer in layers for head in layer], BLOCK_SIZE)
     adaptive = (BLOCK_SIZE, config.safeguard, config.floor)
@@ -152,18 +160,6 @@ def pages(method: str, ranking: list[torch.Tensor], config: Any, packed: int) ->
     if base in ("adakv", "thetakv") or method.startswith("ada-"):
         return oracle.adaptive_pages(heads, packed, *adaptive)
     return [packed] * len(heads)
-
-
-def mass_stage(attention: torch.Tensor, mass: float, most: int) -> list[int]:
-    """The fewest best tokens that reach the mass together with all that do not compete."""
-    taken: list[int] = []
-    reached = 1 - float(attention.sum())
-    for token in torch.sort(attention, descending=True, stable=True).indices[:most].tolist():
-        if reached >= mass:
-            break
-        taken.append(token)
-        reached += float(attention[token])
-    return taken
 
 
 def value_norms(layer: Layer, power: int) -> torch.Tensor:
@@ -218,7 +214,7 @@ def stage_1_scores(base: str, layer: Layer, config: Any, index: int) -> torch.Te
         return scores
     if base == "probe":
         scores = probe_scores(layer)[:, :num_scored]
-        scores[:, : config.num_sinks] = torch.inf
+        scores[:, positions_of(layer)[:num_scored] < config.num_sinks] = torch.inf
         return scores
     if base == "r-kv":
         attended = pooled(attention_of_largest_logits(layer), config.kernel_size, config.pooling)
@@ -297,17 +293,21 @@ def probe_scores(layer: Layer) -> torch.Tensor:
     assert layer.probe is not None
     num_tokens, num_kv_heads, size = layer.key.shape
     angles = layer.theta ** (-torch.arange(size // 2, dtype=torch.float64) / (size // 2))
-    back = -torch.arange(num_tokens)[:, None] * angles
+    positions = positions_of(layer)
+    back = -positions[:, None] * angles
     turn = torch.polar(torch.ones_like(back), back)
     scores = torch.zeros(num_kv_heads, num_tokens, dtype=torch.float64)
     for head in range(num_kv_heads):
-        members = [head * layer.group + member for member in range(layer.group)]
-        rotated = [*(layer.query[:, member] for member in members), layer.key[:, head]]
-        features = [unpaired(paired(vectors) * turn) for vectors in rotated]
-        features += [layer.value[:, head], torch.ones(num_tokens, 1, dtype=torch.float64)]
+        before = unpaired(paired(layer.key[:, head]) * turn)
+        features = (before, layer.value[:, head], torch.ones(num_tokens, 1, dtype=torch.float64))
         scores[head] = torch.cat(features, dim=1) @ layer.probe[:, head].double()
     # Of equal tokens, which the first layer cannot tell apart, the later one.
-    return (scores + torch.arange(num_tokens) / 2**18).exp()
+    return (scores + positions / 2**18).exp()
+
+
+def positions_of(layer: Layer) -> torch.Tensor:
+    """Positions of its entries, `[n]`."""
+    return torch.arange(len(layer.key)) if layer.positions is None else layer.positions
 
 
 def paired(vectors: torch.Tensor) -> torch.Tensor:

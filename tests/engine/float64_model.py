@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tests.engine.float64 import Expected, Layer, expect, tail_begin
 from tests.method_cases import MethodCase
 from tests.probe_files import probe_of
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.registry import METHODS
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`(layer, query, key, value)`, `[num_tokens, heads, head_size]` each -> output like the query."""

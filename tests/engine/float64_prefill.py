@@ -64,7 +64,7 @@ class Exact:
         assert taken.tolist() == pytest.approx(exact.amax(-1).tolist(), abs=1e-3)
         assert answer.logprobs == pytest.approx(taken.tolist(), abs=1e-3)
 
-    def check_blocks(self, count: int = BUDGET // BLOCK, coverage: float = 0.0) -> None:
+    def check_blocks(self, count: int = BUDGET // BLOCK) -> None:
         """The blocks are those that the published rule chooses, up to rounding of ties."""
         before: dict[tuple[int, int], list[float]] = {}
         assert sorted(self._chosen) == [*range(1, len(self._full))]
@@ -81,11 +81,7 @@ class Exact:
                         fused = [0.25 * p + 0.75 * c for p, c in zip(previous, fused, strict=True)]
                     before[head, start] = fused
                     found = sorted(fused[b] for b in blocks[head])
-                    expected = (
-                        oracle.covering(fused, coverage)
-                        if coverage
-                        else oracle.most_critical(fused, count)
-                    )
+                    expected = oracle.most_critical(fused, count)
                     assert found == pytest.approx(sorted(fused[b] for b in expected), abs=1e-4)
 
     def _attend(self, layer: int, *tensors: torch.Tensor) -> torch.Tensor:

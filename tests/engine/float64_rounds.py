@@ -15,7 +15,8 @@ from tests.engine.float64 import (
     BLOCK_SIZE,
     Expected,
     Layer,
-    base_of,
+    chosen,
+    multiplied,
     stage_1_scores,
     stage_2_scores,
     tail_begin,
@@ -23,11 +24,10 @@ from tests.engine.float64 import (
 )
 from tests.engine.float64_model import Model, Owner, attention, attention_weights, causal
 from tests.method_cases import MethodCase
-from vllm_kvselect.engine.step.request import Request
-from vllm_kvselect.engine.step.rounds import Held, Rounds
-from vllm_kvselect.methods.choice import Retention
-from vllm_kvselect.methods.registry import METHODS
-from vllm_kvselect.retention import Cut
+from vllm_kvselect.choice import Retention
+from vllm_kvselect.engine.drop.drop import Drop
+from vllm_kvselect.planning.cuts import Cut
+from vllm_kvselect.registry import METHODS
 
 
 class Round(NamedTuple):
@@ -51,26 +51,37 @@ RoundsOf = dict[int, dict[int, Round]]
 def recording_rounds() -> Iterator[RoundsOf]:
     """Records what rounds retain while open; prompts must have different lengths."""
     made: RoundsOf = defaultdict(dict)
-    choose = Rounds._choose
+    retention, retention_of_all = Drop.retention, Drop.retention_of_all
 
-    def choose_recorded(
-        self: Any, request: Request, cut: Cut, held: Held, sums: torch.Tensor | None
-    ) -> list[Retention]:
-        result = choose(self, request, cut, held, sums)
-        num_layers, num_heads = held.num_absent.shape
-        columns: dict[Owner, list[int]] = {
+    def record(drop: Drop, first_layer: int, retained: torch.Tensor) -> None:
+        if (absent := drop.columns.num_absent) is None:
+            return  # the cut of a prompt
+        num_layers, num_heads = absent.shape
+        nothing: dict[Owner, list[int]] = {
             (layer, head): [] for layer in range(num_layers) for head in range(num_heads)
         }
-        for first, retention in enumerate(result):
-            for index in retention.retained.tolist():
-                owner, column = divmod(index, held.num_competing)
-                layer, head = first + owner // num_heads, owner % num_heads
-                columns[layer, head].append(column - int(held.num_absent[layer, head]))
-        made[request.num_prompt_tokens][cut.position] = Round(cut, columns)
+        of_request = made[drop.request.plan.num_prompt_tokens]
+        if first_layer == 0:  # of a request that was preempted, again
+            of_request[drop.cut.position] = Round(drop.cut, nothing)
+        columns = of_request[drop.cut.position].columns
+        for index in retained.tolist():
+            owner, column = divmod(index, drop.num_competing)
+            layer, head = first_layer + owner // num_heads, owner % num_heads
+            columns[layer, head].append(column - int(absent[layer, head]))
+
+    def of_layer(self: Drop, layer: Any, *args: Any) -> Retention:
+        result = retention(self, layer, *args)
+        record(self, layer.layer_index, result.retained)
+        return result
+
+    def of_all(self: Drop, layer: Any, *args: Any) -> Retention:
+        result = retention_of_all(self, layer, *args)
+        record(self, 0, result.retained)
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rounds, "_choose", choose_recorded)
+        patch.setattr(Drop, "retention", of_layer)
+        patch.setattr(Drop, "retention_of_all", of_all)
         yield made
 
 
@@ -114,14 +125,12 @@ class Answered:
         assert chosen.tolist() == pytest.approx(exact.amax(-1).tolist(), abs=1e-3)
         assert self._answer.logprobs == pytest.approx(chosen.tolist(), abs=1e-3)
 
-    def check_rounds(self, case: MethodCase, keep_prompt: bool = False, num_ranks: int = 1) -> None:
+    def check_rounds(self, case: MethodCase, num_ranks: int = 1) -> None:
         """Every round retained the published choice among what each head held.
 
-        With `keep_prompt`, what came with the prompt's blocks comes first. Each rank chooses among
-        its own heads.
+        Each rank chooses among its own heads.
         """
         per_rank = self._model.num_kv_heads // num_ranks
-        border = -(-self._num_prompt_tokens // BLOCK_SIZE) * BLOCK_SIZE if keep_prompt else 0
         places = range(len(self._full))
         pools = [[*places]] if METHODS[case.method].pooled else [[place] for place in places]
         for number, (cut, columns) in enumerate(self._rounds):
@@ -132,11 +141,7 @@ class Answered:
                     if layer in layers and head // per_rank == rank
                 ]
                 heads = [self._alone(owner, number) for owner in owners]
-                kept = [
-                    sum(token < border for token in self._entries(owner, number))
-                    for owner in owners
-                ]
-                wanted = expect(case, heads, owners, cut, kept)
+                wanted = expect(case, heads, owners, cut)
                 for owner, expected in zip(owners, wanted, strict=True):
                     assert len(columns[owner]) == expected.count
                     expected.check(set(columns[owner]))
@@ -207,7 +212,10 @@ class Answered:
             value[entries, own],
             self._model.projection(layer)[:, columns],
             None if sinks is None else sinks[queries],
+            self._model.theta(layer),
+            self._model.probes[layer][:, own],
             received=self._received(layer, head, number)[None, entries],
+            positions=torch.tensor(entries),
         )
 
 
@@ -216,20 +224,15 @@ def expect(
     heads: Sequence[Layer],
     owners: Sequence[Owner],
     cut: Cut,
-    num_kept: Sequence[int],
 ) -> list[Expected]:
-    """What heads of different lengths should retain; their latest entries are the tail.
-
-    The first `num_kept` of each head score more than all others.
-    """
-    config, base = case.config(), base_of(case.method)
+    """What heads of different lengths should retain; their latest entries are the tail."""
+    config, base = case.config(), oracle.base_of(case.method)
     is_product = base in oracle.QUERY_AGNOSTIC and case.method.endswith("-perturb")
     num_tail = cut.position - cut.tail_start * BLOCK_SIZE
     most = max(len(head.query) for head in heads) - num_tail
     norms = [value_norms(h, 2 if is_product else 1)[0, :-num_tail] for h in heads]
     rows, products = [], []
-    of_heads = zip(heads, norms, owners, num_kept, strict=True)
-    for head, norm, (layer, index), kept in of_heads:
+    for head, norm, (layer, index) in zip(heads, norms, owners, strict=True):
         if base == "random":
             scores = torch.tensor(oracle.random_scores(0, layer, index + 1, len(norm))[index])
             weights = scores
@@ -237,18 +240,15 @@ def expect(
             scores = stage_1_scores(base, head, config, layer)[0, : len(norm)]
             weights = stage_2_scores(base, head, config, layer)[0, : len(norm)]
         scores, weights = scores.double(), weights.double()
-        scores[:kept], weights[:kept] = torch.inf, torch.inf
         rows.append(scores)
-        if base == "thetakv":
-            n = len(norm)
-            products.append((weights + config.lam / n) / (1 + config.lam) * norm)
-        elif is_product:
+        if is_product:
             of_layer = torch.cat([n for n, o in zip(norms, owners, strict=True) if o[0] == layer])
             products.append(scores * norm / of_layer.mean())
         else:
-            products.append((weights + config.eps) * norm)
+            products.append(multiplied(base, weights, norm, config))
     ranking = products if is_product or base == "thetakv" else rows
     padded = [[-torch.inf] * (most - len(row)) + row.tolist() for row in ranking]
+    padded = oracle.first_pages_first(padded, BLOCK_SIZE)
     counts = [cut.num_packed] * len(heads)
     if base in ("adakv", "thetakv") or case.method.startswith("ada-"):
         counts = oracle.adaptive_pages(
@@ -256,16 +256,7 @@ def expect(
         )
     elif case.method.startswith("layer-"):
         counts = oracle.adaptive_pages(padded, cut.num_packed, BLOCK_SIZE, 0.0, "minimum")
-    expected = []
-    for row, multiple, pages in zip(rows, products, counts, strict=True):
-        count = pages * BLOCK_SIZE
-        if is_product:
-            expected.append(Expected(count, multiple, multiple, count))
-        elif base == "thetakv" or case.method.endswith("-perturb"):
-            first = int(config.alpha * count)
-            keys = multiple.clone()
-            keys[torch.sort(row, descending=True, stable=True).indices[:first]] = torch.inf
-            expected.append(Expected(count, keys, row, first))
-        else:
-            expected.append(Expected(count, row, row, count))
-    return expected
+    return [
+        chosen(case, pages * BLOCK_SIZE, row, multiple)
+        for row, multiple, pages in zip(rows, products, counts, strict=True)
+    ]

@@ -4,30 +4,51 @@ Examples are small on purpose: blocks of 4 or 8 tokens, prompts next to every bo
 barely hold the longest request, so that requests are preempted all the time.
 """
 
+import logging
 from collections import Counter
 from typing import Any, ClassVar
 
+import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.engine.simulated_server import MAX_MODEL_LEN, Server, Settings, own_eviction
 from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
 from vllm_kvselect.request import RequestError, request_config
 
+PROFILE = settings(
+    stateful_step_count=40,
+    deadline=None,
+    database=None,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
 MAX_UNFINISHED = 10
-SOME_OVERRIDES = ((), ("method",), ("budget",), ("context",))
+SEGMENT = 16
+# Where prompts may be prefilled sparsely, steps hold a segment; elsewhere they may be of a token.
+BUT_PREFILL = tuple(name for name in OVERRIDE_NAMES if not name.startswith("prefill"))
+SOME_OVERRIDES = ((), ("method",), ("budget",), ("context",), ("prefill", "prefill_budget"))
 # Budgets hold the longest window and the largest block. Blocks, queries and pages tell apart pools,
 # methods that need the whole prompt, and the others.
 METHODS_OF_REQUESTS = ("none", "streaming-llm", "adakv-perturb", "layer-thetakv", "h2o")
-SETTINGS_OF_REQUESTS = st.fixed_dictionaries(
-    {},
-    optional={
-        "kv_eviction": st.sampled_from(METHODS_OF_REQUESTS),
-        "kv_eviction_budget": st.sampled_from((18, 21, 40, 0.2, 0.6)),
-        "kv_eviction_context": st.sampled_from((7, 61, 64, 100)),
-        "kv_eviction_decode_budget": st.sampled_from((0, 18, 26)),
-    },
-)
+CHOICES: dict[str, st.SearchStrategy[Any]] = {
+    "kv_eviction": st.sampled_from(METHODS_OF_REQUESTS),
+    "kv_eviction_budget": st.sampled_from((18, 21, 40, 0.2, 0.6)),
+    "kv_eviction_context": st.sampled_from((7, 61, 64, 100)),
+    "kv_eviction_decode_budget": st.sampled_from((0, 18, 26)),
+    "kv_eviction_decode_interval": st.sampled_from((10, 12, 17)),
+    "kv_eviction_prompt_interval": st.sampled_from((0, 10, 24)),
+    "kv_prefill": st.sampled_from(("dense", "critiprefill", "critiprefill")),
+    "kv_prefill_budget": st.sampled_from((16, 24)),
+}
+SETTINGS_OF_REQUESTS = st.fixed_dictionaries({}, optional=CHOICES)
 
 
 @st.composite
@@ -40,9 +61,18 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
     decode_budget = draw(st.sampled_from((0, entries)))
     if context is not None:
         decode_budget = 0
-    allow_override = draw(st.sampled_from((OVERRIDE_NAMES, OVERRIDE_NAMES, *SOME_OVERRIDES)))
+    allow_override = draw(st.sampled_from((OVERRIDE_NAMES, BUT_PREFILL, *SOME_OVERRIDES)))
     if method == "none":  # otherwise nobody would ever drop anything, and the server be stock
         allow_override = OVERRIDE_NAMES
+    prompt_interval = draw(st.sampled_from((0, 0, 10, 17)))
+    prefill = draw(st.sampled_from(("dense", "dense", "critiprefill")))
+    if method != "none" and draw(st.integers(0, 7)) == 0:  # a pool smaller than a request may be
+        context, decode_budget, allow_override = None, entries, ()
+        prompt_interval = prompt_interval or 10
+    if prompt_interval:
+        prefill = "dense"
+    is_sparse = prefill != "dense" or "prefill" in allow_override
+    max_num_seqs = draw(st.integers(2, 6))
     return Settings(
         block_size=block_size,
         num_spare_blocks=draw(st.integers(0, 16)),
@@ -51,14 +81,20 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
             window=window,
             budget=draw(st.sampled_from((entries, entries, entries, 0.3))),
             context=context,
+            prompt_interval=prompt_interval,
             decode_budget=decode_budget,
             decode_interval=draw(st.sampled_from((10, 12, 17))),
-            keep_prompt=draw(st.booleans()),
             allow_override=allow_override,
+            prefill=prefill,
+            prefill_budget=16,
+            prefill_segment=SEGMENT,
+            prefill_block=8,
+            prefill_dense_until=draw(st.sampled_from((0, 32))),
+            prefill_dense_layers=draw(st.integers(0, 1)),
         ),
-        max_num_seqs=draw(st.integers(2, 6)),
-        max_num_batched_tokens=draw(st.integers(8, 200)),
-        long_prefill_token_threshold=draw(st.sampled_from((0, 0, 12))),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=draw(st.integers(SEGMENT + max_num_seqs if is_sparse else 8, 200)),
+        long_prefill_token_threshold=0 if is_sparse else draw(st.sampled_from((0, 0, 12))),
         policy=draw(st.sampled_from(("fcfs", "fcfs", "priority"))),
         async_scheduling=draw(st.booleans()),
         enable_prefix_caching=draw(st.sampled_from((True, True, True, False))),
@@ -249,6 +285,23 @@ class BlockAccounting(RuleBasedStateMachine):
             self.seen["resumed past the prompt"] += worker.num_resumed_past_prompt
             self.seen["windows in several chunks"] += worker.num_windows_in_chunks
             self.seen["rounds"] += worker.num_rounds
+            self.seen["cuts in prompts"] += worker.num_in_prompts
+            self.seen["pools smaller than a request"] += self.server.settings.is_bounded
             self.seen["sums in rounds"] += worker.num_sums
             self.seen["contexts found"] += worker.num_contexts_found
             self.seen["turns found"] += worker.num_turns_found
+            self.seen["sparse segments"] += worker.num_segments
+            self.seen["hits in sparse parts"] += worker.num_sparse_hits
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM logs every reset of the prefix cache."""
+    monkeypatch.setattr(logging.getLogger("vllm.v1.core.block_pool"), "disabled", True)
+
+
+def run(num_servers: int, seen: Counter[str], **changes: Any) -> None:
+    """Runs the machine on a number of servers and counts what it sees."""
+    machine = type("Machine", (BlockAccounting,), {"seen": seen})
+    changed = settings(PROFILE, max_examples=num_servers, **changes)
+    run_state_machine_as_test(machine, settings=changed)

@@ -31,8 +31,8 @@ from tests.engine.cuda_layers import (
     Request,
 )
 from vllm_kvselect.engine.cuda.worker import EvictionGPUWorker
-from vllm_kvselect.engine.step.request import LiveRequests
-from vllm_kvselect.engine.step.request import Request as LiveRequest
+from vllm_kvselect.engine.drop.request import LiveRequests
+from vllm_kvselect.engine.drop.request import Request as LiveRequest
 
 CPU = torch.device("cpu")
 MAX_NUM_TOKENS = 256
@@ -77,7 +77,7 @@ class LayersOfV2(Layers):
         self._enter(request)
 
     def _enter(self, request: Request) -> None:
-        length = request.prompt.num_prompt_tokens
+        length = request.prompt.plan.num_prompt_tokens
         self.table.free_indices.reverse()  # so that rows and places differ
         self.table.add_request(self.names[request], length, [1] * length, 0, 20)
 
@@ -87,9 +87,10 @@ class LayersOfV2(Layers):
 
     def build(self, rows: Sequence[tuple[Request, int]], common: CommonAttentionMetadata) -> Any:
         """What the runner has the builder make of a step."""
+        self.make_rounds(rows)
         lens = np.array([num_new for _, num_new in rows], np.int32)
         computed = np.array([request.num_computed for request, _ in rows], np.int32)
-        prompts = np.array([request.prompt.num_prompt_tokens for request, _ in rows])
+        prompts = np.array([request.prompt.plan.num_prompt_tokens for request, _ in rows])
         names = [self.names[request] for request, _ in rows]
         places = np.array([self.table.req_id_to_index[name] for name in names])
         batch = replace(

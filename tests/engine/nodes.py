@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from vllm.utils.network_utils import get_open_port
 
+from tests.marks import starts_engine
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -22,6 +24,7 @@ def two_nodes() -> dict[str, Any]:
     return {"nnodes": 2, **address, "distributed_timeout_seconds": 180}
 
 
+@starts_engine
 def first_node(model: Path, settings: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     """Runs the first node until it gives up.
 
@@ -43,6 +46,7 @@ def first_node(model: Path, settings: dict[str, Any]) -> subprocess.CompletedPro
         )
 
 
+@starts_engine
 @contextmanager
 def second_node(folder: Path, model: Path, settings: dict[str, Any]) -> Iterator[None]:
     """Runs the second node while the first one is started and used.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_kvselect.engine.cpu.backend import HeadwiseCPUAttentionImpl
-from vllm_kvselect.engine.step.packing import Packing
+from vllm_kvselect.engine.drop.drop import Drop
 
 
 class Recorder:
@@ -39,11 +39,13 @@ class Recorder:
                 self._parts[key][name].append(tensor[starts[row] : starts[row + 1]].clone())
 
     def retain(
-        self, packing: Packing, layer: int, retained: torch.Tensor, num_heads: int, num_tokens: int
+        self, drop: Drop, layer: int, retained: torch.Tensor, num_heads: int, num_tokens: int
     ) -> None:
+        if drop.columns.num_absent is not None:
+            return  # a column is no token any more
         pairs = {divmod(index, num_tokens) for index in retained.tolist()}
         assert all(head < num_heads for head, _ in pairs)
-        self.retained[packing.cut.position, layer] = pairs
+        self.retained[drop.cut.position, layer] = pairs
 
 
 @contextmanager
@@ -54,7 +56,7 @@ def recording(runner: Any) -> Iterator[Recorder]:
     """
     recorder = Recorder()
     forward = HeadwiseCPUAttentionImpl.forward
-    choose, choose_pool = Packing.choose, Packing.choose_pool
+    retention, retention_of_all = Drop.retention, Drop.retention_of_all
 
     def forward_recorded(
         self: Any,
@@ -73,16 +75,15 @@ def recording(runner: Any) -> Iterator[Recorder]:
             recorder.add(runner, self.layer_index, tensors)
         return result
 
-    def choose_recorded(self: Packing, layer: Any, candidates: Any, value: Any) -> Any:
-        result = choose(self, layer, candidates, value)
+    def retention_recorded(self: Drop, layer: Any, candidates: Any, value: Any) -> Any:
+        result = retention(self, layer, candidates, value)
         shape = candidates.scores.shape
         recorder.retain(self, layer.layer_index, result.retained, *shape)
         return result
 
-    def choose_pool_recorded(self: Packing, layer: Any) -> Any:
-        result = choose_pool(self, layer)
-        assert self._kept is not None
-        num_layers, num_heads, num_tokens = self._kept.stacked.scores.shape
+    def retention_of_all_recorded(self: Drop, layer: Any, candidates: Any) -> Any:
+        result = retention_of_all(self, layer, candidates)
+        num_layers, num_heads, num_tokens = candidates.scores.shape
         of_layer = result.retained // (num_heads * num_tokens)
         for index in range(num_layers):
             own = result.retained[of_layer == index] - index * num_heads * num_tokens
@@ -91,6 +92,6 @@ def recording(runner: Any) -> Iterator[Recorder]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeadwiseCPUAttentionImpl, "forward", forward_recorded)
-        patch.setattr(Packing, "choose", choose_recorded)
-        patch.setattr(Packing, "choose_pool", choose_pool_recorded)
+        patch.setattr(Drop, "retention", retention_recorded)
+        patch.setattr(Drop, "retention_of_all", retention_of_all_recorded)
         yield recorder

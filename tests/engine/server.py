@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.marks import starts_engine
 from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.tiny_model import tiny_model
 
@@ -28,6 +29,7 @@ ENTRIES_PER_BLOCK = BLOCK_SIZE * NUM_KV_HEADS * NUM_LAYERS
 BLOCK_BYTES = ENTRIES_PER_BLOCK * 2 * HEAD_SIZE * fast_dtype().itemsize
 
 
+@starts_engine
 @contextmanager
 def serving(folder: Path, *options: str) -> Iterator[str]:
     """Runs `vllm serve` on the small model and yields its address."""

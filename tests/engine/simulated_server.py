@@ -28,14 +28,23 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.engine.tagged_rows import Retained, retained_blocks, retained_in_rounds
-from tests.engine.tagged_worker import NUM_KV_HEADS, TaggedWorker
+from tests.engine.tagged_drop import NUM_KV_HEADS
+from tests.engine.tagged_rows import (
+    Retained,
+    retained_in_prompt,
+    retained_in_rounds,
+    sparse_span,
+)
+from tests.engine.tagged_store import IDENTITY, MemoryFolder
+from tests.engine.tagged_worker import TaggedWorker
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cuda.builder import DeviceSplitter
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutAsyncScheduler, CutScheduler
-from vllm_kvselect.engine.scheduler.integrity import find_violations
+from vllm_kvselect.engine.scheduler.integrity import find_violations, plan_violations
+from vllm_kvselect.engine.scheduler.loads import ContextLoads
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.split import Splitter
+from vllm_kvselect.planning.cuts import most_blocks
 from vllm_kvselect.tiny_model import tiny_model
 
 MAX_MODEL_LEN = 160
@@ -53,7 +62,7 @@ class LostError(AssertionError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a server is started with; but for the first three, vLLM's own names."""
+    """What a server is started with; but for the first three and the last, vLLM's own names."""
 
     block_size: int = 4
     num_spare_blocks: int = 0
@@ -65,11 +74,33 @@ class Settings:
     async_scheduling: bool = False
     enable_prefix_caching: bool = True
     scheduler_reserve_full_isl: bool = False
+    stores: bool = False
+
+    @property
+    def least_step(self) -> int:
+        """Tokens that a step must hold: a sparse segment, beside all requests that generate."""
+        sparse = self.eviction.prefill_segment if self.eviction.may_prefill_sparsely else 0
+        return sparse and sparse + self.max_num_seqs
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether no request may hold all of its tokens at once, so that the pool may be less."""
+        eviction = self.eviction
+        return bool(
+            eviction.enabled
+            and eviction.prompt_interval
+            and eviction.decode_budget
+            and not eviction.allow_override
+        )
 
     @property
     def num_blocks(self) -> int:
         """vLLM itself refuses a pool that cannot hold the longest request, and takes one block."""
-        return MAX_MODEL_LEN // self.block_size + 1 + self.num_spare_blocks
+        most = MAX_MODEL_LEN // self.block_size
+        if self.is_bounded:
+            num_late = int(self.async_scheduling)
+            most = most_blocks(MAX_MODEL_LEN, self.block_size, self.eviction, num_late)
+        return most + 1 + self.num_spare_blocks
 
 
 @cache
@@ -105,6 +136,7 @@ def make_scheduler(settings: Settings, scheduler_class: type[Scheduler]) -> Sche
         head_size=8,
         dtype=torch.float32,
         eviction=settings.eviction,
+        store=IDENTITY if settings.stores else None,
     )
     kv_cache = KVCacheConfig(settings.num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
     return scheduler_class(config, kv_cache, structured_output_manager(), settings.block_size)
@@ -116,7 +148,8 @@ def own_eviction(
     """What a request must be served with: what it asks for, where the server lets it choose.
 
     The front end refuses it elsewhere. Should it come all the same, nothing of it is dropped; nor
-    is anything of a prompt that only one token follows, unless it marks a context.
+    is anything of a prompt that only one token follows, unless it marks a context or is cut while
+    it is computed.
     """
     fields = {
         "kv_eviction": "method",
@@ -124,19 +157,28 @@ def own_eviction(
         "kv_eviction_context": "context",
         "kv_eviction_decode_budget": "decode_budget",
         "kv_eviction_decode_interval": "decode_interval",
+        "kv_eviction_prompt_interval": "prompt_interval",
+        "kv_prefill": "prefill",
+        "kv_prefill_budget": "prefill_budget",
     }
-    changes = {fields[key]: value for key, value in extra_args.items()}
+    changes: dict[str, Any] = {fields[key]: value for key, value in extra_args.items()}
+    nothing = {"method": "none", "prefill": "dense"}
     if any(
         name not in server.allow_override and value != getattr(server, name)
         for name, value in changes.items()
     ):
-        changes = {"method": "none"}
-    chosen = server.model_copy(update=changes)
-    if chosen.decode_budget and chosen.context is not None:
-        changes = {"method": "none"}  # what no round can do
-    if max_tokens == 1 and changes.get("context", server.context) is None:
-        changes = {"method": "none"}
-    return server.model_copy(update=changes)
+        changes = nothing
+    given = server.model_dump()
+    chosen = given | changes
+    if chosen["method"] != "none" and (
+        (chosen["decode_budget"] and chosen["context"] is not None)
+        or (chosen["prompt_interval"] and chosen["prefill"] != "dense")
+    ):
+        changes = nothing  # what cannot be done together
+    chosen = given | changes
+    if max_tokens == 1 and chosen["context"] is None and not chosen["prompt_interval"]:
+        changes = {**changes, "method": "none"}
+    return EvictionConfig.parse(given | changes)
 
 
 @dataclass
@@ -174,9 +216,13 @@ class Server:
         self.settings, self.seen = settings, Counter() if seen is None else seen
         stock = AsyncScheduler if settings.async_scheduling else Scheduler
         needs = settings.eviction
-        if needs.may_pool or needs.may_share or needs.may_make_rounds:
+        is_cut = needs.may_pool or needs.may_share or needs.may_drop_again
+        if is_cut or needs.may_prefill_sparsely:
             stock = CutAsyncScheduler if settings.async_scheduling else CutScheduler
         self.scheduler = make_scheduler(settings, scheduler_class or stock)
+        folder = MemoryFolder(Random(seed)) if settings.stores else None
+        if folder is not None:
+            self.loads._folder = folder
         self.worker = TaggedWorker(
             settings.eviction,
             settings.num_blocks,
@@ -187,6 +233,7 @@ class Server:
             Random(seed),
             # Schedulers run ahead of devices only.
             DeviceSplitter if settings.async_scheduling else Splitter,
+            folder,
         )
         self.unfinished: dict[str, Expected] = {}
         self.all: dict[str, Expected] = {}
@@ -195,6 +242,12 @@ class Server:
         self._depth = 2 if settings.async_scheduling else 1
         self._num_idle = 0
         self.in_step = False
+
+    @property
+    def loads(self) -> ContextLoads:
+        (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        assert manager.loads is not None
+        return manager.loads
 
     def _sample(self, request_id: str, index: int) -> int:
         expected = self.all[request_id]
@@ -207,6 +260,8 @@ class Server:
         priority: int = 0,
         extra_args: dict[str, Any] | None = None,
     ) -> str:
+        if self.settings.is_bounded:
+            extra_args = None  # the front end refuses what would not fit
         eviction = own_eviction(self.settings.eviction, extra_args or {}, max_tokens)
         expected = Expected(len(self.all) + 1, prompt, max_tokens, eviction)
         request_id = f"r{expected.number}"
@@ -241,22 +296,28 @@ class Server:
             between: What happens between execution and its result.
         """
         self.in_step = True
+        settings = self.settings
         self.scheduler.max_num_scheduled_tokens = min(
-            token_budget, self.settings.max_num_batched_tokens
+            max(token_budget, settings.least_step), settings.max_num_batched_tokens
         )
         preempted = {r.request_id: r.num_preemptions for r in self.scheduler.requests.values()}
         output = self.scheduler.schedule()
+        waits = self.settings.stores and bool(self.loads.held)
         self.seen["steps"] += output.total_num_scheduled_tokens > 0
         for request in self.scheduler.requests.values():
             self.seen["preempted"] += request.num_preemptions - preempted[request.request_id]
         self.check(output)
         self._in_flight.appendleft((output, self.worker.execute(output)))
+        (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        plans = self.worker.live.take_new_plans()
+        if wrong := plan_violations(manager, self.scheduler.requests, plans):
+            raise IntegrityError("\n".join(map(str, wrong)))
         between()
         while len(self._in_flight) >= self._depth or (
             self._in_flight and not output.total_num_scheduled_tokens
         ):
             self._take_result()
-        self._num_idle = 0 if output.total_num_scheduled_tokens else self._num_idle + 1
+        self._num_idle = 0 if output.total_num_scheduled_tokens or waits else self._num_idle + 1
         if self._num_idle > self._depth + 1 and self.unfinished:
             raise LostError(f"nothing runs, but {list(self.unfinished)} are not finished")
         self.in_step = False
@@ -326,11 +387,14 @@ class Server:
             retained = next(iter(self.retained(request)), None)
             cap = request.num_tokens - 1
             eviction = self.all[request_id].eviction
-            is_context = bool(retained) and num_tokens >= retained.position
+            is_context = bool(retained) and num_tokens >= self.retained(request)[-1].position
             if retained and not (is_context and eviction.context is not None):
                 cap = retained.num_freed * self.settings.block_size
                 if eviction.method == "h2o":
                     cap = 0
+            span = sparse_span(request.num_prompt_tokens, retained, eviction)
+            if span and span.start < num_tokens < span.end and num_tokens % span.size:
+                raise LostError(f"{request_id} hits {num_tokens} tokens, a part of a segment")
             if num_tokens % self.settings.block_size or num_tokens > cap:
                 raise LostError(f"{request_id} hits {num_tokens} tokens of at most {cap}")
             self.seen["hits"] += num_tokens > 0
@@ -360,9 +424,9 @@ class Server:
         """What is retained of a request, cut by cut."""
         expected = self.all[request.request_id]
         block_size, length = self.settings.block_size, request.num_prompt_tokens
-        at_prompt = retained_blocks(length, block_size, expected.eviction)
+        in_prompt = retained_in_prompt(length, block_size, expected.eviction)
         rounds = retained_in_rounds(length, expected.max_tokens, block_size, expected.eviction)
-        return rounds if at_prompt is None else [at_prompt, *rounds]
+        return [*in_prompt, *rounds]
 
     def drain(self) -> None:
         """Runs until everybody is finished; then the pool is as it was at the start."""
@@ -381,6 +445,8 @@ class Server:
             raise LostError(f"{pool.get_num_free_blocks()} of {self.settings.num_blocks} free")
         names = manager._names
         left = any(manager.req_to_blocks.values()), manager.num_cached_block, manager._planned
+        if self.settings.stores:
+            left = *left, self.loads.held, self.loads._name_of, self.loads._had
         if any((*left, names._num_named, names._names_of)):
             raise LostError("finished requests leave entries behind")
         if not self.scheduler.reset_prefix_cache():

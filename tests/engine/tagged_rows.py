@@ -32,12 +32,15 @@ class Retained:
     tail_start: int
 
 
-def retained_blocks(
+def retained_in_prompt(
     num_prompt_tokens: int, block_size: int, eviction: EvictionConfig
-) -> Retained | None:
-    """The fewest whole blocks that, with the blocks of the window, meet the budget."""
+) -> list[Retained]:
+    """The fewest whole blocks that, with the blocks of the window, meet the budget at the end.
+
+    Before it, at each interval that frees more than was free, the budget besides that interval.
+    """
     if eviction.method == "none":
-        return None
+        return []
     position = num_prompt_tokens
     if eviction.context is not None:
         # Whole blocks of the context, as far as the prompt has them.
@@ -47,7 +50,14 @@ def retained_blocks(
     budget = eviction.budget
     if isinstance(budget, float):
         budget = int(np.ceil(budget * position))
-    return _retained(position, block_size, eviction.window, budget)
+    step = eviction.prompt_interval
+    lengths = [length for length in range(1, position) if step and length % step == 0]
+    found = [_retained(length, block_size, step, budget + step) for length in lengths]
+    made: list[Retained] = []
+    for each in (*found, _retained(position, block_size, eviction.window, budget)):
+        if each and (not made or each.num_freed > made[-1].num_freed):
+            made.append(each)
+    return made
 
 
 def retained_in_rounds(
@@ -56,12 +66,9 @@ def retained_in_rounds(
     """The same for what is generated: one for each round that frees more than was free before."""
     if eviction.method == "none" or not eviction.decode_budget:
         return []
-    at_prompt = retained_blocks(num_prompt_tokens, block_size, eviction)
-    num_freed = at_prompt.num_freed if at_prompt else 0
+    in_prompt = retained_in_prompt(num_prompt_tokens, block_size, eviction)
+    num_freed = in_prompt[-1].num_freed if in_prompt else 0
     budget, rounds = eviction.decode_budget, []
-    if eviction.keep_prompt:
-        for _ in range(num_freed * block_size, num_prompt_tokens, block_size):
-            budget += block_size
     for length in range(num_prompt_tokens + 1, num_prompt_tokens + max_tokens):
         if (length - num_prompt_tokens) % eviction.decode_interval:
             continue
@@ -84,6 +91,45 @@ def _retained(position: int, block_size: int, window: int, budget: int) -> Retai
     return Retained(position, first_retained, tail_start)
 
 
+@dataclass(frozen=True)
+class Span:
+    """Tokens of a prompt that are prefilled sparsely, in whole segments.
+
+    Attributes:
+        start: The first of them.
+        end: The token after the last one.
+        size: Tokens of a segment.
+    """
+
+    start: int
+    end: int
+    size: int
+
+    def segment(self, index: int) -> range:
+        """The segment of a token."""
+        first = index - index % self.size
+        return range(first, first + self.size)
+
+    def within(self, begin: int, end: int) -> range:
+        """The sparse tokens among some."""
+        return range(max(begin, self.start), min(end, self.end))
+
+
+def sparse_span(
+    num_prompt_tokens: int, first: Retained | None, eviction: EvictionConfig
+) -> Span | None:
+    """The segments behind the dense beginning and before the window, if they read less than all."""
+    if eviction.prefill == "dense":
+        return None
+    end = num_prompt_tokens if first is None else min(first.position, num_prompt_tokens)
+    size, sparse = eviction.prefill_segment, []
+    for start in range(0, end, size):
+        is_dense = start < eviction.prefill_dense_until or start <= eviction.prefill_budget
+        if not is_dense and start + size <= end - eviction.window:
+            sparse.append(start)
+    return Span(sparse[0], sparse[-1] + size, size) if sparse else None
+
+
 class Row:
     """A request as the model runner knows it: its tokens, their tags and its block table."""
 
@@ -97,42 +143,55 @@ class Row:
         self.num_computed, self.num_new = new.num_computed_tokens, 0
         self.tags = np.zeros(max_len + 1, dtype=np.int64)
         self.num_tagged = 0
-        self.at_prompt = retained_blocks(len(prompt), block_size, eviction)
+        self.in_prompt = retained_in_prompt(len(prompt), block_size, eviction)
         assert new.sampling_params is not None
         max_tokens = new.sampling_params.max_tokens or 0
         self.rounds = retained_in_rounds(len(prompt), max_tokens, block_size, eviction)
+        self.sparse = sparse_span(len(prompt), self.first, eviction)
         self.packed: list[list[np.ndarray]] = []
-        self.kept: dict[tuple[int, int], np.ndarray] = {}
         self.packed_position = -1
 
     @property
     def retained(self) -> Retained | None:
         """What its next tokens read of the earlier ones."""
-        made = [each for each in self.rounds if each.position <= self.num_computed]
-        return made[-1] if made else self.at_prompt
+        at_once = self.in_prompt[0] if len(self.in_prompt) == 1 else None
+        made = [each for each in self.cuts if each.position <= self.num_computed]
+        return made[-1] if made else at_once
+
+    @property
+    def cuts(self) -> list[Retained]:
+        """All cuts that it makes, in order."""
+        return [*self.in_prompt, *self.rounds]
 
     @property
     def first(self) -> Retained | None:
         """What is retained when something is dropped for the first time."""
-        return next(iter([self.at_prompt] if self.at_prompt else self.rounds), None)
+        return next(iter(self.cuts), None)
 
     @property
     def settings(self) -> tuple[object, ...]:
         """What others must share to read what is retained of it: nobody does without a context."""
-        assert self.retained is not None
         if self.eviction.context is None:
             return (self.request_id,)
-        return (self.eviction.method, repr(self.eviction.budget), self.retained.position)
+        eviction = self.eviction
+        budget = repr(eviction.budget), eviction.prompt_interval
+        return (eviction.method, *budget, self.in_prompt[-1].position)
 
     @property
     def context(self) -> tuple[object, ...]:
         """What is compressed, and how."""
-        assert self.retained is not None
-        return (int(self.tags[self.retained.position - 1]), *self.settings)
+        return (int(self.tags[self.in_prompt[-1].position - 1]), *self.settings)
 
     @property
     def seq_len(self) -> int:
         return self.num_computed + self.num_new
+
+    @property
+    def sparse_tokens(self) -> range:
+        """The tokens of its chunk that are prefilled sparsely."""
+        if self.sparse is None:
+            return range(0)
+        return self.sparse.within(self.num_computed, self.seq_len)
 
     @property
     def stock_len(self) -> int:

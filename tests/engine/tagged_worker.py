@@ -7,9 +7,7 @@ the reading request must see.
 """
 
 from collections.abc import Callable
-from functools import partial
 from random import Random
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -18,22 +16,18 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from tests.engine.tagged_drop import CODES, NUM_KV_HEADS, NUM_LAYERS, TaggedDrop, TaggedLayer
 from tests.engine.tagged_rows import Row, require
+from tests.engine.tagged_store import MemoryFolder, TaggedStore
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.step.packing import Packing
-from vllm_kvselect.engine.step.received import Received
-from vllm_kvselect.engine.step.request import LiveRequests, Phase, Request
-from vllm_kvselect.engine.step.rounds import Held, Rounds
+from vllm_kvselect.engine.drop.due import DueDrops
+from vllm_kvselect.engine.drop.request import LiveRequests, Request
+from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch
+from vllm_kvselect.engine.step.sparse import SparseBatch, SparseRow
 from vllm_kvselect.engine.step.split import Observation, Split, Splitter, StockPart
-from vllm_kvselect.engine.step.state import RetentionState
-from vllm_kvselect.methods.choice import Retention
-from vllm_kvselect.retention import Cut
 from vllm_kvselect.scoring import h2o
 from vllm_kvselect.scoring.inputs import ScoringInputs
-
-NUM_LAYERS, NUM_KV_HEADS = 2, 2
-CODES = np.arange(NUM_LAYERS * NUM_KV_HEADS).reshape(NUM_LAYERS, NUM_KV_HEADS)
 
 
 def tags_of_queries(inputs: ScoringInputs) -> torch.Tensor:
@@ -41,11 +35,6 @@ def tags_of_queries(inputs: ScoringInputs) -> torch.Tensor:
     tags = torch.zeros(inputs.key.shape[:2], dtype=torch.int64)
     tags[:, inputs.num_scored :] = inputs.query.flatten()
     return tags
-
-
-def queries_of(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
-    """In place of a scorer: the tags of the queries that it would look through."""
-    return inputs.query.flatten()
 
 
 class TaggedWorker:
@@ -60,6 +49,7 @@ class TaggedWorker:
         eviction_of: The configuration that each request must be served with, by its id.
         random: Shuffles rows and draws what is retained.
         splitter_class: Splits batches as on a host or as on a device.
+        folder: Where compressed contexts are stored, or None.
     """
 
     def __init__(
@@ -72,6 +62,7 @@ class TaggedWorker:
         eviction_of: Callable[[str], EvictionConfig],
         random: Random,
         splitter_class: type[Splitter] = Splitter,
+        folder: MemoryFolder | None = None,
     ) -> None:
         self.eviction, self.block_size, self.max_len = eviction, block_size, max_len
         self.sample, self.eviction_of, self.random = sample, eviction_of, random
@@ -81,19 +72,24 @@ class TaggedWorker:
         self.cache = np.zeros((NUM_LAYERS, num_blocks, NUM_KV_HEADS, block_size), dtype=np.int64)
         self.state = RetentionState(num_blocks, NUM_LAYERS, NUM_KV_HEADS)
         self.live = LiveRequests(eviction, block_size)
+        self.layers = [TaggedLayer(self.cache, index) for index in range(NUM_LAYERS)]
         self.splitter = splitter_class(
-            self.state,
-            lambda _: [self.live[row.request_id] for row in self.rows],
-            block_size,
-            TaggedRounds(self).make,
+            self.state, lambda _: [self.live[row.request_id] for row in self.rows], block_size
+        )
+        self.due = DueDrops(self.layers, self.state, block_size)
+        self.splitter.drop_class = self.due.drop_class = type(
+            "DropOfWorker", (TaggedDrop,), {"worker": self}
         )
         self._tag_of: dict[tuple[object, ...], int] = {}
         # By first packed block: of which context, and what every head of every layer retained.
-        self._packed_at: dict[int, tuple[tuple[object, ...], list[list[np.ndarray]]]] = {}
+        self.packed_at: dict[int, tuple[tuple[object, ...], list[list[np.ndarray]]]] = {}
+        self.store = folder and TaggedStore(
+            folder, self.cache, self.state, block_size, self.packed_at
+        )
         self.num_completions = self.num_headwise = self.num_resumed_past_prompt = 0
         self.num_windows_in_chunks = self.num_whole_prompts = self.num_pools = 0
         self.num_mixed = self.num_contexts_found = self.num_turns_found = self.num_rounds = 0
-        self.num_sums = 0
+        self.num_in_prompts = self.num_sums = self.num_segments = self.num_sparse_hits = 0
 
     # The batch
 
@@ -102,9 +98,16 @@ class TaggedWorker:
         self._update(output)
         if self.rows:
             self._forward()
+        with patch.object(h2o, "accumulate", tags_of_queries):
+            for request in self.live.with_whole_contexts(output):
+                self.due.make(request)
         sampled = [self._sample(row) for row in self.rows]
         ids = [row.request_id for row in self.rows]
-        return ModelRunnerOutput(ids, {name: row for row, name in enumerate(ids)}, sampled)
+        result = ModelRunnerOutput(ids, {name: row for row, name in enumerate(ids)}, sampled)
+        if self.store:
+            self.store.save()
+            result.kv_connector_output = self.store.report().as_connector_output()
+        return result
 
     def shuffle(self) -> None:
         """Reorders the batch, as backends may."""
@@ -112,7 +115,7 @@ class TaggedWorker:
 
     def _update(self, output: SchedulerOutput) -> None:
         self.live.update(output)
-        self.live.finish_packing()
+        self.live.finish_drops()
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
         for new in output.scheduled_new_reqs:
@@ -137,6 +140,13 @@ class TaggedWorker:
                 self._tag(row)
                 if row.request_id in begun:
                     self._find_context(row)
+                    self.num_sparse_hits += bool(row.sparse and row.num_computed > row.sparse.start)
+        # As in an engine: rounds are made before anything of the step is written.
+        with patch.object(h2o, "accumulate", tags_of_queries):
+            for request in self.live:
+                self.due.make(request)
+        if self.store:
+            self.store.load(output)
         self._condense()
 
     def _find_context(self, row: Row) -> None:
@@ -144,7 +154,7 @@ class TaggedWorker:
         if row.retained is None or row.num_computed < row.retained.position:
             return
         row.packed_position = row.retained.position
-        found, row.packed = self._packed_at.get(row.table[row.retained.num_freed], ((), []))
+        found, row.packed = self.packed_at.get(row.table[row.retained.num_freed], ((), []))
         require(found == row.context, f"decoding of {row.request_id} found another context")
         self.num_contexts_found += 1
         self.num_turns_found += row.num_computed > row.retained.position
@@ -166,6 +176,10 @@ class TaggedWorker:
         require(len(row.tokens) >= row.seq_len, row.request_id, "has unknown tokens")
         for index in range(row.num_tagged, row.seq_len):
             key: tuple[object, ...] = (int(row.tags[index - 1]) if index else 0, row.tokens[index])
+            if row.sparse and row.sparse.start <= index < row.sparse.end:
+                # All queries of a segment choose what it reads.
+                segment = tuple(row.tokens[place] for place in row.sparse.segment(index))
+                key = (*key, row.eviction.prefill_budget, segment)
             if row.first and index >= row.first.position:
                 key = (*key, *row.settings)
             row.tags[index] = self._tag_of.setdefault(key, len(self._tag_of) + 1)
@@ -183,7 +197,6 @@ class TaggedWorker:
         query_lens = np.array([row.num_new for row in self.rows], dtype=np.int32)
         query_start = np.concatenate(([0], query_lens.cumsum())).astype(np.int32)
         common = self._metadata(query_start)
-        # As in an engine: rounds are made before anything of the step is written.
         split = self.splitter.split(common)
         for row in self.rows:
             positions = np.arange(row.num_computed, row.seq_len)
@@ -193,6 +206,7 @@ class TaggedWorker:
         if split is None:
             split = Split([StockPart(None, common)], [], [], [])
         self._read_stock(split)
+        self._read_sparse(split)
         tokens = [row.tags[row.num_computed : row.seq_len] for row in self.rows]
         queries = torch.from_numpy(np.concatenate(tokens))
         if split.seen is not None:
@@ -207,14 +221,13 @@ class TaggedWorker:
             self._read_headwise(part, queries)
 
     def _observe(self, observation: Observation, tags: torch.Tensor) -> None:
-        """Observers see tags for queries; sums of attention gather the tags of their queries."""
+        """Memories see tags for queries; sums of attention gather the tags of their queries."""
         end = observation.first_position + len(tags)
-        self.num_windows_in_chunks += end < observation.observer.num_tokens
         with patch.object(h2o, "accumulate", tags_of_queries):
             for layer in range(NUM_LAYERS):
                 key = torch.empty(NUM_KV_HEADS, end, 1)
                 inputs = ScoringInputs(tags[:, None, None], key, key, 1.0, layer_index=layer)
-                observation.observer.observe(inputs, observation.first_position)
+                observation.memory.observe(inputs, observation.first_position)
 
     def _entries(self, row: Row, positions: np.ndarray) -> np.ndarray:
         """Entries of some tokens, `[num_tokens, num_layers, num_kv_heads]`."""
@@ -252,6 +265,66 @@ class TaggedWorker:
             require(seq_len == row.stock_len, row.request_id, "is cut at the wrong token")
             self._compare(row, table, seq_len, "prefill")
 
+    def _read_sparse(self, split: Split) -> None:
+        """Layers that prefill sparsely read some blocks before each segment, and all of it."""
+        rows = [row for row in self.rows if row.sparse_tokens]
+        require((split.sparse is not None) == bool(rows), "sparse segments are left out")
+        if split.sparse is None:
+            return
+        *beside, batch = split.sparse
+        pieces = []
+        for row in self.rows:
+            begin, end, sparse = row.num_computed, row.stock_len, row.sparse_tokens
+            spans = ((begin, sparse.start), (sparse.stop, end)) if sparse else ((begin, end),)
+            pieces += [(row, *span) for span in spans if span[0] < span[1]]
+        require(len(beside) == bool(pieces), "tokens beside sparse segments are left out")
+        for part in beside:
+            assert isinstance(part, StockPart)
+            lens = part.common.query_start_loc.diff().tolist()
+            require(lens == [end - begin for _, begin, end in pieces], "others are beside segments")
+            tables = part.common.block_table_tensor.numpy()
+            ends = part.common.seq_lens.tolist()
+            for (row, _, end), table, seq_len in zip(pieces, tables, ends, strict=True):
+                require(seq_len == end, row.request_id, "reads too much beside its segments")
+                self._compare(row, table, seq_len, "prefill")
+        assert isinstance(batch, SparseBatch)
+        require(len(batch.rows) == len(rows), "segments of other rows")
+        for layer in self.layers[split.num_dense_layers :]:
+            for sparse_row, row in zip(batch.rows, rows, strict=True):
+                self._read_segments(layer, sparse_row, row)
+
+    def _read_segments(self, layer: "TaggedLayer", segments: SparseRow, row: Row) -> None:
+        tokens, eviction, index = row.sparse_tokens, row.eviction, layer.layer_index
+        assert row.sparse is not None
+        own = self._entries(row, np.arange(tokens.stop))[:, index]  # [num_tokens, num_kv_heads]
+        keys = torch.from_numpy(own.T[..., None]).double()
+        is_at_hand = self.random.random() < 0.5  # as attention reads them, or else the cache
+        query = torch.from_numpy(own[tokens.start :, :, None]).double()
+        at_hand = keys[:, row.num_computed :] if is_at_hand else None
+        table = segments.table(query, at_hand, 1.0, layer)
+        if row.request_id in self.damaged:
+            return
+        block, size = eviction.prefill_block, row.sparse.size
+        starts = range(tokens.start, tokens.stop, size)
+        num_blocks = starts[-1] // block
+        by_block = keys[:, : num_blocks * block].unflatten(1, (num_blocks, block))
+        known = segments.prefill.key_blocks(index, eviction).known(num_blocks)
+        for found, expected in zip(known, (by_block.amax(2), by_block.amin(2)), strict=True):
+            require(torch.equal(found, expected), row.request_id, "knows other keys")
+        sequences = [(start, head) for start in starts for head in range(NUM_KV_HEADS)]
+        cache, num_read = self.cache.reshape(-1, self.block_size), eviction.prefill_budget + size
+        for (start, head), pages, length in zip(sequences, *table, strict=True):
+            name = f"a segment of {row.request_id} at {start}"
+            require(length == num_read, f"{name} reads {length} entries, not {num_read}")
+            read = cache[pages[: num_read // self.block_size]].reshape(-1)
+            tags = own[:, head]
+            before = {tuple(tags[place : place + block]) for place in range(0, start, block)}
+            chosen = {tuple(part) for part in read[:-size].reshape(-1, block).tolist()}
+            is_before = len(chosen) == eviction.prefill_budget // block and chosen <= before
+            is_own = np.array_equal(read[-size:], tags[start : start + size])
+            require(is_before and is_own, f"{name} read wrong entries")
+            self.num_segments += 1
+
     def _compare(self, row: Row, table: np.ndarray, seq_len: int, what: str) -> None:
         positions = np.arange(seq_len)
         read = self.cache[:, table[positions // self.block_size], :, positions % self.block_size]
@@ -268,79 +341,15 @@ class TaggedWorker:
         ]
         require(len(rows) == len(split.completions), "other prompts are packed")
         for row, completion in zip(rows, split.completions, strict=True):
-            packing = completion.packing
-            require(packing.eviction == row.eviction, row.request_id, "has other settings")
-            self._check_queries(row, packing)
-            packing.request.phase = Phase.SCORED
-            if packing.waits:
-                packing.finish_all = partial(self._pack, row, packing)  # type: ignore[method-assign]
-            else:
-                self._pack(row, packing)
+            drop = completion.drop
+            require(drop.settings == row.eviction, row.request_id, "has other settings")
+            for layer in self.layers:
+                drop.score(layer, *drop.read(layer))
 
-    def _check_queries(self, row: Row, packing: Packing) -> None:
-        """The observer has seen the window's queries, or each of the prompt's once."""
-        assert row.retained is not None
-        window, position = self.eviction.window, row.retained.position
-        expected = row.tags[position - window : position]
-        key = torch.empty(NUM_KV_HEADS, position, 1)
-        for layer in range(NUM_LAYERS):
-            inputs = ScoringInputs(key[:0], key, key, 1.0, layer_index=layer)
-            observer = packing.request.observed_by(NUM_LAYERS)
-            seen = observer.scores(inputs, queries_of, row.eviction)
-            if row.eviction.method == "h2o":
-                expected = np.broadcast_to(row.tags[: position - window], seen.shape)
-            require(np.array_equal(seen, expected), row.request_id, "scores with other queries")
-        self.num_whole_prompts += row.eviction.method == "h2o"
-
-    def _pack(self, row: Row, packing: Packing) -> None:
-        assert row.retained
-        self._compare(row, packing.blocks.numpy(), row.retained.position, "selection")
-        num_freed, tail_start = row.retained.num_freed, row.retained.tail_start
-        # Deterministic, as selection is: a resumed request retains what it retained before.
-        random = Random(f"{row.request_id} retains")
-        row.packed, row.packed_position = [], row.retained.position
-        num_handed_out, retained = 0, []
-        self.num_pools += packing.is_pooled
-        packed = packing.blocks[num_freed:tail_start].tolist()
-        # One run of pages for all layers, or one for each.
-        for layers in (
-            [[*range(NUM_LAYERS)]] if packing.is_pooled else [[i] for i in range(NUM_LAYERS)]
-        ):
-            codes = CODES[layers].flatten()
-            num_pages = len(packed) * len(codes)
-            cuts = sorted(random.randint(0, num_pages) for _ in range(len(codes) - 1))
-            entries = []
-            parts = zip(codes, [0, *cuts], [*cuts, num_pages], strict=True)
-            for head, (code, start, end) in enumerate(parts):
-                # More pages than the tokens before the tail could fill are the head's no longer.
-                chosen = random.choices(
-                    range(tail_start * self.block_size), k=(end - start) * self.block_size
-                )
-                entries.append(row.tags[sorted(chosen)] * CODES.size + code)
-                first = (layers[0] * NUM_KV_HEADS + head) * tail_start * self.block_size
-                retained += [first + token for token in sorted(chosen)]
-            row.packed += [
-                entries[i : i + NUM_KV_HEADS] for i in range(0, len(codes), NUM_KV_HEADS)
-            ]
-            pages = np.concatenate(entries).reshape(len(layers), len(packed), NUM_KV_HEADS, -1)
-            for layer, of_layer in zip(layers, pages, strict=True):
-                self.cache[layer, packed] = of_layer
-            ends = num_handed_out + torch.tensor([0, *cuts, num_pages])
-            offsets = self.state.offsets[
-                int(packing.first_packed_block), layers[0] : layers[-1] + 1
-            ]
-            offsets.copy_(ends.unfold(0, NUM_KV_HEADS + 1, NUM_KV_HEADS))
-            num_handed_out += num_pages
-        if packing.request.has_sums:
-            observer = packing.request.observer
-            assert isinstance(observer, h2o.AttentionSums)
-            num_competing = tail_start * self.block_size
-            given = (row.retained.position, observer.sums, num_competing, torch.tensor(retained))
-            packing.request.received = Received.after_cut(*given)
-        self._packed_at[packed[0]] = row.context, row.packed
-        self.num_completions += 1
-        packing.request.phase, packing.request.packing = Phase.PACKED, None
-        self.state.complete(packing.request, packing.first_packed_block)
+    def row_of(self, request: Request) -> Row:
+        """The row of a live request."""
+        (row,) = (row for name, row in self.requests.items() if self.live.get(name) is request)
+        return row
 
     def _read_headwise(self, batch: HeadwiseBatch | None, queries: torch.Tensor) -> None:
         """Tokens past their prompt read what was retained, then the tail."""
@@ -382,170 +391,3 @@ class TaggedWorker:
             row.request_id in self.damaged or np.array_equal(read, np.concatenate(expected)),
             f"decoding of {row.request_id} read wrong entries: layer {layer}, head {head}",
         )
-
-
-class TaggedLayer:
-    """Stands for all layers when entries are moved: what is moved are tags.
-
-    Args:
-        cache: `[num_layers, num_blocks, num_kv_heads, block_size]`.
-    """
-
-    def __init__(self, cache: np.ndarray) -> None:
-        self.kv_cache = torch.from_numpy(cache)[0, ..., None]
-
-    @staticmethod
-    def move_slots(cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        slots = cache.view(-1)
-        slots[targets] = slots[sources].clone()
-
-
-class TaggedRounds(Rounds):
-    """The product's rounds, but for the choice: it is drawn, and all that it could see is checked.
-
-    Args:
-        worker: Whose requests they are.
-    """
-
-    def __init__(self, worker: TaggedWorker) -> None:
-        layers: list[Any] = [TaggedLayer(worker.cache)] * NUM_LAYERS
-        super().__init__(layers, worker.state, worker.block_size)
-        self._worker = worker
-
-    def _attention(self, layer: Any, query: torch.Tensor, held: Held) -> torch.Tensor:
-        """In place of attention summed up: each query leaves its tag at its own key."""
-        tags = torch.zeros(NUM_KV_HEADS, held.num_entries, dtype=torch.int64)
-        tags[:, held.num_entries - len(query) :] = query.flatten()
-        return tags
-
-    def _choose(
-        self, request: Request, cut: Cut, held: Held, sums: torch.Tensor | None
-    ) -> list[Retention]:
-        (row,) = (
-            each for each in self._worker.rows if self._worker.live[each.request_id] is request
-        )
-        retained = row.retained
-        require(retained is not None, row.request_id, "has a round that is not due")
-        assert retained is not None
-        expected = (retained.position, retained.num_freed, retained.tail_start)
-        got = (cut.position, cut.first_packed, cut.tail_start)
-        require(got == expected, f"a round of {row.request_id} at {got}, not {expected}")
-        entries = self._check_held(row, cut, held)
-        kept = self._check_kept(row, request, held, entries)
-        if sums is None:
-            self._check_queries(row, request, cut)
-        else:
-            self._check_sums(row, request, cut, held, sums, entries)
-        # Deterministic, as selection is.
-        random = Random(f"{row.request_id} retains at {cut.position}")
-        self._worker.num_rounds += 1
-        layers = (
-            [[*range(NUM_LAYERS)]] if request.method.pooled else [[i] for i in range(NUM_LAYERS)]
-        )
-        retentions = [self._draw(random, pool, cut, held, kept) for pool in layers]
-        row.packed, row.packed_position = [[] for _ in range(NUM_LAYERS)], cut.position
-        for pool, retention in zip(layers, retentions, strict=True):
-            owner, column = np.divmod(retention.retained.numpy(), held.num_competing)
-            for index in range(len(pool) * NUM_KV_HEADS):
-                layer, head = pool[index // NUM_KV_HEADS], index % NUM_KV_HEADS
-                row.packed[layer].append(entries[layer][head][column[owner == index]])
-        return retentions
-
-    def _check_kept(
-        self, row: Row, request: Request, held: Held, entries: list[list[np.ndarray]]
-    ) -> torch.Tensor:
-        """Rounds know which entries came with the prompt's blocks, where they leave them alone."""
-        if not request.eviction.keep_prompt:
-            require(request.num_kept is None, "a round keeps what competes")
-            return torch.zeros_like(held.num_absent)
-        kept = request.num_kept
-        require(kept is not None, "a round does not keep the prompt")
-        assert kept is not None
-        is_first = row.packed_position <= row.num_prompt_tokens
-        border = -(-row.num_prompt_tokens // self._block_size) * self._block_size
-        for layer in range(NUM_LAYERS):
-            for head in range(NUM_KV_HEADS):
-                start = int(held.num_absent[layer, head])
-                own = entries[layer][head][start : start + int(kept[layer, head])]
-                if is_first:
-                    later = row.tags[border : held.num_entries + border] * CODES.size
-                    rest = entries[layer][head][start + len(own) : held.num_entries]
-                    row.kept[layer, head] = own
-                    require(
-                        np.array_equal(rest, later[: len(rest)] + CODES[layer, head]),
-                        "a round keeps more than the prompt, or less",
-                    )
-                require(np.array_equal(own, row.kept[layer, head]), "the prompt is not kept")
-        return kept
-
-    def _draw(
-        self, random: Random, pool: list[int], cut: Cut, held: Held, num_kept: torch.Tensor
-    ) -> Retention:
-        """Pages for each head, no more than it can fill, and entries for them."""
-        absent = held.num_absent[pool].flatten().tolist()
-        kept = num_kept[pool].flatten().tolist()
-        room = [(held.num_competing - none) // self._block_size for none in absent]
-        pages = [count // self._block_size for count in kept]
-        for _ in range(cut.num_packed * len(absent) - sum(pages)):
-            head = random.choice([i for i, most in enumerate(room) if pages[i] < most])
-            pages[head] += 1
-        chosen = []
-        for head, count in enumerate(pages):
-            first = absent[head] + kept[head]
-            others = random.sample(
-                range(first, held.num_competing), count * self._block_size - kept[head]
-            )
-            columns = [*range(absent[head], first), *sorted(others)]
-            chosen += [head * held.num_competing + column for column in columns]
-        offsets = torch.tensor([0, *np.cumsum(pages).tolist()])
-        return Retention(torch.tensor(chosen), offsets)
-
-    def _check_held(self, row: Row, cut: Cut, held: Held) -> list[list[np.ndarray]]:
-        """A round sees what was retained and everything after it, and no more."""
-        slots = torch.from_numpy(self._worker.cache).view(-1, self._block_size)
-        found = []
-        before = [each for each in row.rounds if each.position < cut.position]
-        last = before[-1] if before else row.at_prompt
-        tail = np.arange(last.tail_start * self._block_size if last else 0, cut.position)
-        for layer in range(NUM_LAYERS):
-            found.append([slots[pages].flatten().numpy() for pages in held.pages[layer]])
-            for head in range(NUM_KV_HEADS):
-                packed = row.packed[layer][head] if last else np.zeros(0, dtype=np.int64)
-                own = row.tags[tail] * CODES.size + CODES[layer, head]
-                read = found[layer][head][int(held.num_absent[layer, head]) : held.num_entries]
-                require(
-                    row.request_id in self._worker.damaged
-                    or np.array_equal(read, np.concatenate((packed, own))),
-                    f"a round of {row.request_id} read wrong entries: layer {layer}, head {head}",
-                )
-        return found
-
-    def _check_sums(
-        self,
-        row: Row,
-        request: Request,
-        cut: Cut,
-        held: Held,
-        sums: torch.Tensor,
-        entries: list[list[np.ndarray]],
-    ) -> None:
-        """Every entry has its own sum: the tag that the query of its token left there."""
-        require(row.eviction.method == "h2o", row.request_id, "has sums")
-        queries = self._queries(request, cut.position)
-        self._worker.num_sums += 1
-        for layer in range(NUM_LAYERS):
-            sums[layer] += self._attention(None, queries[layer], held)
-            for head in range(NUM_KV_HEADS):
-                own = slice(int(held.num_absent[layer, head]), held.num_entries)
-                tags = sums[layer, head, own].numpy() * CODES.size + CODES[layer, head]
-                require(
-                    row.request_id in self._worker.damaged
-                    or np.array_equal(tags, entries[layer][head][own]),
-                    f"a round of {row.request_id} has sums of other entries",
-                )
-
-    def _check_queries(self, row: Row, request: Request, cut: Cut) -> None:
-        for position in range(cut.position - request.eviction.window, cut.position):
-            queries, place = request.seen[position]
-            tags = queries.of_token(place).flatten()
-            require((tags == row.tags[position]).all(), "a round looks through other queries")

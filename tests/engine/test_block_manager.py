@@ -8,16 +8,20 @@ from vllm import SamplingParams
 from vllm.plugins import load_general_plugins
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.scheduler import block_manager
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
 from vllm_kvselect.engine.scheduler.integrity import find_violations
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, WindowSpec
-from vllm_kvselect.retention import Cut, Cuts, cuts
+from vllm_kvselect.planning import plan as plan_module
+from vllm_kvselect.planning.cuts import Cut, Cuts, cuts
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 EVICTION = EvictionConfig(budget=64, window=8)
@@ -170,7 +174,7 @@ def test_every_cut_frees_what_lies_before_its_packed_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     several = Cuts([Cut(100, 2, 2, 4), Cut(200, 7, 3, 10), Cut(320, 12, 5, 17)])
-    monkeypatch.setattr(block_manager, "cuts", lambda *_: several)
+    monkeypatch.setattr(plan_module, "cuts", lambda *_: several)
     cache = Cache()
     request = cache.request("a", list(range(300)))
 
@@ -241,7 +245,7 @@ def test_a_request_is_planned_once_while_it_runs(monkeypatch: pytest.MonkeyPatch
         planned.append(params.extra_args)
         return server
 
-    monkeypatch.setattr(block_manager, "planned_config", count)
+    monkeypatch.setattr(plan_module, "planned_config", count)
     request = cache.request("a", list(range(300)), other="somebody else's")
     for num_tokens in (100, 100, 100):
         cache.schedule(request, num_tokens)
@@ -266,6 +270,17 @@ def test_where_every_query_is_needed_nothing_comes_from_the_prefix_cache() -> No
     assert cache.schedule(cache.request("c", list(range(300))), 300) == first_packed * BLOCK_SIZE
     short = cache.request("d", list(range(72)), kv_eviction="h2o")
     assert cache.schedule(short, 72) == 64
+
+
+@pytest.mark.parametrize("method", ["keydiff", "layer-probe"])
+def test_where_no_query_is_needed_all_that_is_not_packed_comes_from_the_prefix_cache(
+    method: str,
+) -> None:
+    cache = Cache(EvictionConfig(method=method, budget=64, window=8))
+    cache.schedule(cache.request("a", list(range(300))), 300)
+    first_private = cuts(300, BLOCK_SIZE, EVICTION).first_private
+    assert first_private > 0
+    assert cache.schedule(cache.request("b", list(range(300))), 300) == first_private * BLOCK_SIZE
 
 
 @pytest.mark.parametrize("enable_caching", [True, False])
@@ -295,6 +310,20 @@ def test_nobody_finds_what_a_request_preempted_in_its_step_never_computed(
     assert any(block.block_hash is not None for block in windows[-2:])
     cache.kv.free(request)
     assert cache.num_named == before > 0
+
+
+def test_a_hash_past_the_first_cut_of_layers_beside_is_found() -> None:
+    cache = Cache(window=32)
+    request = cache.request("a", list(range(300)))
+    cache.schedule(request, 300)
+    cache.decode(request, 30)
+    assert find_violations(cache.kv, {"a": request}) == []
+    block = cache.managers[1].req_to_blocks["a"][-2]
+    name = make_block_hash_with_group_id(request.block_hashes[0], 1)
+    block.set_block_hash(name, num_tokens=BLOCK_SIZE)
+    cache.kv.block_pool.cached_block_hash_to_block.insert(name, block)
+    (violation,) = find_violations(cache.kv, {"a": request})
+    assert (violation.invariant, violation.block_ids) == ("beside", (block.block_id,))
 
 
 def test_a_request_that_ends_before_it_has_blocks_leaves_nothing_behind() -> None:

@@ -3,14 +3,11 @@
 from itertools import pairwise
 from typing import NamedTuple
 
-import pytest
-
 from tests.engine.conftest import Engine, EngineFactory
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.retention import cuts
+from vllm_kvselect.planning.cuts import cuts
 
-pytestmark = pytest.mark.engine
-EVICTION = {"method": "adakv-perturb", "budget": 128}
+EVICTION = {"method": "layer-probe", "budget": 128}
 QUESTIONS = [
     "What is this about?",
     "Who wrote it?",

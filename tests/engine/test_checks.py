@@ -4,6 +4,7 @@ import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from vllm import envs
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -24,17 +28,19 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.gpu_worker import Worker
 
+from tests.engine import flash_attention
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine import platforms
+from vllm_kvselect.engine.cuda import backends
 from vllm_kvselect.engine.frontend import arguments
 from vllm_kvselect.engine.frontend import start_up as report
 from vllm_kvselect.engine.frontend.arguments import choose_scheduler
-from vllm_kvselect.engine.frontend.checks import refuse_unsupported, settings_problems
+from vllm_kvselect.engine.frontend.checks import refuse_unsupported
 from vllm_kvselect.engine.models import layer_types, refuse_mixed_groups, refuse_other_options
 from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutAsyncScheduler, CutScheduler
-from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, WindowSpec
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, StateSpec, WindowSpec
+from vllm_kvselect.registry import METHODS
 from vllm_kvselect.tiny_model import tiny_model
 
 STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
@@ -119,6 +125,35 @@ def create(eviction: dict[str, Any], **settings: Any) -> Any:
     return args.create_engine_config()
 
 
+STORED: dict[str, Any] = {"context": 512, "method": "layer-keydiff", "budget": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("eviction", "settings", "message"),
+    [
+        ({"context": None}, {}, "no request may mark a context: add --kv-eviction-context"),
+        ({"allow_override": ["prefill"]}, {}, "dense: leave --kv-prefill out"),
+        ({"prefill": "critiprefill"}, {}, "prefills must be dense"),
+        ({}, {"enable_prefix_caching": False}, "prefix caching must be on"),
+        ({}, {"pipeline_parallel_size": 2}, "pipeline parallelism is not supported"),
+        ({}, {"block_size": 64}, "as large as pages: set --block-size to 32"),
+        ({}, {"load_format": "dummy"}, "load format 'dummy' have no fingerprint"),
+        ({"context_store": __file__}, {}, "is no folder that can be read.*name another"),
+    ],
+)
+def test_contexts_that_cannot_be_stored(
+    eviction: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    own = {**STORED, "context_store": str(tmp_path / "contexts"), **eviction}
+    with pytest.raises(ConfigError, match=message):
+        create(own, **settings)
+
+
+def test_a_server_that_stores_contexts_is_accepted(tmp_path: Path) -> None:
+    create({**STORED, "context_store": str(tmp_path / "contexts"), "context_store_bytes": 10**9})
+    assert (tmp_path / "contexts").is_dir()
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_cannot_be_served(name: str, tmp_path: Path) -> None:
     config, reason = MODELS[name]
@@ -136,13 +171,19 @@ def test_models_that_cannot_be_served(name: str, tmp_path: Path) -> None:
         ({"budget": -5}, r"budget = -5 is not accepted"),
         ({"budget": 1.5}, r"budget = 1\.5 is not accepted.*up to 1\.0.*integer"),
         ({"budget": 0.0}, r"budget = 0\.0 is not accepted"),
-        ({"budget": 63}, r"budget = 63 retains 63.*at least 64.*window of 32 and one block of 32"),
+        ({"budget": 63}, r"budget = 63 retains 63.*at least 64.*window of 32 and one page of 32"),
         ({"budget": 0.01}, r"budget = 0\.01 retains 21 entries of 2048 tokens; at least 64"),
-        ({"budgets": 64}, r"unknown key 'budgets'; accepted keys: method, budget, decode_budget"),
+        (
+            {"budgets": 64},
+            r"unknown key 'budgets'; did you mean 'budget'\? accepted keys: method",
+        ),
         ({"window": 0}, r"window = 0 is not accepted"),
         ({"decode_budget": 40}, r"decode_budget = 40 is too small: at least 64"),
         ({"decode_budget": 64, "decode_interval": 16}, r"decode_interval = 16 is too short"),
-        ({"method": "layer-probe", "decode_budget": 512}, r"scores tokens as they are computed"),
+        (
+            {"method": "layer-defensivekv", "decode_budget": 512},
+            r"compares a token over heads",
+        ),
         ({"alpha": 1.5}, r"alpha = 1\.5 is not accepted"),
         ("adakv", r"additional_config\['kv_eviction'\] = 'adakv' must be a mapping"),
     ],
@@ -153,46 +194,28 @@ def test_values_that_are_not_accepted(eviction: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_is_accepted_and_pools_get_their_scheduler(name: str) -> None:
-    config = create({"method": name})
-    scheduler = CutScheduler if METHODS[name].pooled else Scheduler
-    assert config.scheduler_config.get_scheduler_cls() is scheduler
-
-
-def test_the_scheduler_of_a_pool_is_there_wherever_a_request_may_ask_for_one() -> None:
-    scheduling = create({"allow_override": ["method"]}).scheduler_config
+def test_every_method_is_accepted_and_gets_our_scheduler(name: str) -> None:
+    scheduling = create({"method": name}).scheduler_config
     assert scheduling.get_scheduler_cls() is CutScheduler
     scheduling.scheduler_cls, scheduling.async_scheduling = None, True  # not on CPU
-    choose_scheduler(scheduling, EvictionConfig(method="pyramidkv"))
+    choose_scheduler(scheduling, EvictionConfig(method=name))
     assert scheduling.get_scheduler_cls() is CutAsyncScheduler
-    scheduling = create({"allow_override": ["budget"]}).scheduler_config
-    assert scheduling.get_scheduler_cls() is Scheduler
-
-
-def test_another_scheduler_and_a_pool_exclude_each_other() -> None:
-    scheduler = "vllm.v1.core.sched.scheduler.Scheduler"
-    with pytest.raises(ConfigError, match=r"'pyramidkv' shares pages.*leave scheduler_cls = 'vllm"):
-        create({"method": "pyramidkv"}, scheduler_cls=scheduler)
-    # Other methods are served by any scheduler; a request for a pool is refused.
-    config = create({"allow_override": ["method"]}, scheduler_cls=scheduler)
-    assert config.scheduler_config.scheduler_cls == scheduler
-    (problem,) = settings_problems(config, EvictionConfig(method="layer-thetakv"))
-    assert "shares pages between layers" in problem
-    assert settings_problems(config, EvictionConfig(method="h2o")) == []
 
 
 @pytest.mark.parametrize(
     "eviction",
     [
+        {},
+        {"method": "pyramidkv"},
         {"context": 500},
-        {"allow_override": ["context"]},
         {"decode_budget": 512},
-        {"allow_override": ["decode_budget"]},
+        {"check_integrity": True},
+        {"method": "none", "prefill": "critiprefill"},
+        {"method": "none", "allow_override": ["method"]},
     ],
 )
-def test_another_scheduler_excludes_contexts_and_rounds(eviction: dict[str, Any]) -> None:
-    assert create(eviction).scheduler_config.get_scheduler_cls() is CutScheduler
-    with pytest.raises(ConfigError, match=r"leave one of them out"):
+def test_another_scheduler_is_refused(eviction: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"scheduler_cls = 'vllm.*leave one of them out"):
         create(eviction, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
 
 
@@ -276,13 +299,6 @@ def test_ray_is_accepted_where_vllm_supports_it_and_not_its_older_executor(
         refuse_unsupported(vllm_config, EvictionConfig())
 
 
-def test_another_scheduler_and_the_integrity_check_exclude_each_other() -> None:
-    scheduler = "vllm.v1.core.sched.scheduler.Scheduler"
-    create({}, scheduler_cls=scheduler)
-    with pytest.raises(ConfigError, match=r"scheduler_cls = 'vllm.*leave one of them out"):
-        create({"check_integrity": True}, scheduler_cls=scheduler)
-
-
 @pytest.fixture
 def gemma(tmp_path: Path) -> dict[str, Any]:
     """A model of which one layer of two has a sliding window."""
@@ -294,16 +310,19 @@ def test_sliding_windows_beside_full_attention_and_what_they_exclude(gemma: dict
     create({}, **gemma)
     with pytest.raises(ConfigError, match=r"hybrid KV cache manager; leave --disable-hybrid"):
         create({}, disable_hybrid_kv_cache_manager=True, **gemma)
-    with pytest.raises(ConfigError, match=r"check_integrity does not know sliding windows"):
-        create({"check_integrity": True}, **gemma)
+    create({"check_integrity": True}, **gemma)
     with pytest.raises(ConfigError, match=r"sliding windows and pipeline parallelism together"):
         create({}, pipeline_parallel_size=2, **gemma)
 
 
-SHAPE: dict[str, Any] = {"eviction": EvictionConfig(), "head_size": 64, "dtype": torch.float32}
+EVICTION = EvictionConfig()
+SHAPE: dict[str, Any] = {"eviction": EVICTION, "head_size": 64, "dtype": torch.float32}
 ONE = HeadwiseSpec(block_size=32, num_kv_heads=1, **SHAPE)
 TWO = HeadwiseSpec(block_size=32, num_kv_heads=2, **SHAPE)
 WINDOW = WindowSpec(block_size=32, num_kv_heads=1, sliding_window=64, **SHAPE)
+UNKNOWN = ChunkedLocalAttentionSpec(
+    block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32, attention_chunk_size=64
+)
 UNIFORM = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": ONE, "b": TWO})
 
 
@@ -314,9 +333,86 @@ def test_layers_of_different_shapes_are_refused(gemma: dict[str, Any]) -> None:
     for specs in ([UNIFORM], [ONE, ONE], [WINDOW], [ONE, UNIFORM], []):
         with pytest.raises(ConfigError, match="full-attention layers of one shape in one KV cache"):
             refuse_mixed_groups(kv_cache_config(*specs), full)
-    for specs in ([replace(ONE, block_size=64)], [ONE, replace(WINDOW, block_size=64)]):
-        with pytest.raises(ConfigError, match=r"Spec of \d\d tokens.*serve this model without"):
-            refuse_mixed_groups(kv_cache_config(*specs), sliding)
+    with pytest.raises(ConfigError, match=r"Spec of \d\d tokens.*serve this model without"):
+        refuse_mixed_groups(kv_cache_config(ONE, WINDOW, UNKNOWN), sliding)
+
+
+def test_layers_that_drop_nothing_may_have_blocks_of_another_size(gemma: dict[str, Any]) -> None:
+    other = replace(WINDOW, block_size=256)
+    refuse_mixed_groups(kv_cache_config(other, ONE), create({}, **gemma))
+
+
+HYBRIDS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "Lfm2ForCausalLM": (
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+        ["conv", "full_attention"],
+    ),
+    "GraniteMoeHybridForCausalLM": (
+        {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
+        ["linear_attention", "full_attention"],
+    ),
+    "FalconH1ForCausalLM": ({"model_type": "falcon_h1"}, ["full_attention"] * 2),
+    "NemotronHForCausalLM": (
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "M*"},
+        ["linear_attention", "full_attention"],
+    ),
+    "Qwen3NextForCausalLM": (
+        {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
+        ["linear_attention", "full_attention"],
+    ),
+}
+
+
+def hybrid(folder: Path, architecture: str) -> dict[str, Any]:
+    """A model that keeps states in one layer of two."""
+    config = {**HYBRIDS[architecture][0], "architectures": [architecture]}
+    (folder / "config.json").write_text(json.dumps(SMALL | config))
+    return {"model": str(folder), "skip_tokenizer_init": True}
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_only_layers_with_full_attention_count_beside_states(
+    architecture: str, tmp_path: Path
+) -> None:
+    config = create({}, **hybrid(tmp_path, architecture))
+    kinds = HYBRIDS[architecture][1]
+    assert layer_types(config) == kinds
+    num_heads = SMALL["num_key_value_heads"]
+    assert report.block_entries(config) == 32 * num_heads * kinds.count("full_attention")
+    assert f"layer with full attention, {kinds.count('full_attention')} of 2 (window" in (
+        report.describe(config, EvictionConfig())
+    )
+
+
+@pytest.mark.parametrize(
+    ("eviction", "settings", "reason"),
+    [
+        ({}, {"pipeline_parallel_size": 2}, "and pipeline parallelism together"),
+        ({}, {"prefix_match_unit": 16}, "--prefix-match-unit was not tried beside state-space"),
+        ({"prefill": "critiprefill"}, {}, "sparse prefill was not tried beside state-space"),
+        (
+            {},
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative decoding was not tried beside state-space",
+        ),
+    ],
+)
+def test_what_states_beside_attention_exclude(
+    eviction: dict[str, Any], settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        create(eviction, **hybrid(tmp_path, "Lfm2ForCausalLM"), **settings)
+
+
+def test_states_of_kinds_that_were_not_tried_are_refused(tmp_path: Path) -> None:
+    config = create({}, **hybrid(tmp_path, "Lfm2ForCausalLM"))
+    state = StateSpec(block_size=32, shapes=((2, 64),), dtypes=(torch.float32,), eviction=EVICTION)
+    refuse_mixed_groups(kv_cache_config(state, ONE), config)
+    for kind, reason in ((Kind.MAMBA1, "the first Mamba's states"), (Kind.LINEAR, "lightning")):
+        with pytest.raises(ConfigError, match=rf"not tried beside layers with {reason}"):
+            refuse_mixed_groups(kv_cache_config(replace(state, mamba_type=kind), ONE), config)
+    with pytest.raises(ConfigError, match="disagree on which of them keep a state"):
+        refuse_mixed_groups(kv_cache_config(ONE), config)
 
 
 def test_nodes_that_do_not_plan_alike_are_refused() -> None:
@@ -374,6 +470,10 @@ class CudaPlatform:
     def is_cuda() -> bool:
         return True
 
+    @staticmethod
+    def get_device_capability() -> DeviceCapability:
+        return DeviceCapability(9, 0)
+
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
@@ -383,6 +483,8 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     config.cache_config.block_size = 16
     config.scheduler_config.scheduler_cls = None
     monkeypatch.setattr(platforms, "current_platform", CudaPlatform)
+    monkeypatch.setattr(backends, "current_platform", CudaPlatform)
+    flash_attention.install(monkeypatch)  # what vLLM's backends ask of FlashAttention 3
     return config
 
 
@@ -403,6 +505,72 @@ def test_cuda_gets_its_worker_and_flash_attention_or_what_the_user_asked_for(
     assert issubclass(ours, backend.get_class())
     on_cuda.cache_config.cache_dtype = "bfloat16"
     assert report.block_bytes(on_cuda) == 2 * num_bytes
+
+
+def on_a_card(patch: pytest.MonkeyPatch, major: int, minor: int, fa_version: int) -> None:
+    """Puts a card under vLLM's checks, with what its FlashAttention takes."""
+    capability = staticmethod(lambda: DeviceCapability(major, minor))
+    patch.setattr(CudaPlatform, "get_device_capability", capability)
+    patch.setattr(flash_attn, "get_flash_attn_version", lambda **_: fa_version)
+    patch.setattr(flash_attn, "is_flash_attn_varlen_func_available", lambda: True)
+    for feature in ("kv_cache_dtype", "sinks"):
+        name = f"flash_attn_supports_{feature}"
+        patch.setattr(flash_attn, name, lambda *_, **__: fa_version > 2, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("card", "change", "expected"),
+    [
+        ((8, 0, 2), {}, "FLASH_ATTN"),
+        ((8, 0, 2), {"cache_dtype": "fp8"}, "TRITON_ATTN"),
+        ((8, 9, 2), {"cache_dtype": "fp8"}, "TRITON_ATTN"),
+        ((9, 0, 3), {"cache_dtype": "fp8"}, "FLASH_ATTN"),
+        ((8, 0, 2), {"model_type": "gpt_oss"}, "TRITON_ATTN"),
+        ((9, 0, 3), {"model_type": "gpt_oss"}, "FLASH_ATTN"),
+        ((9, 0, 3), {"dtype": torch.float32}, "TRITON_ATTN"),
+        ((10, 0, 4), {}, "TRITON_ATTN"),  # its strides are not shown to be wide enough
+        ((12, 0, 2), {"cache_dtype": "fp8"}, "TRITON_ATTN"),
+    ],
+)
+def test_the_first_backend_that_takes_the_model_is_taken(
+    card: tuple[int, int, int],
+    change: dict[str, Any],
+    expected: str,
+    on_cuda: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_a_card(monkeypatch, *card)
+    on_cuda.cache_config.cache_dtype = change.get("cache_dtype", "auto")
+    monkeypatch.setattr(on_cuda.model_config, "dtype", change.get("dtype", torch.bfloat16))
+    if "model_type" in change:
+        monkeypatch.setattr(on_cuda.model_config.hf_text_config, "model_type", "gpt_oss")
+    engine_args = EngineArgs(str(tiny_model()), additional_config={"kv_eviction": {}})
+    arguments.after_engine_config(engine_args, on_cuda)
+    assert on_cuda.attention_config.backend is AttentionBackendEnum[expected]
+
+
+def test_a_model_that_no_backend_takes_is_refused_with_their_reasons(
+    on_cuda: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_card(monkeypatch, 7, 5, 2)
+    monkeypatch.setattr(flash_attn.FlashAttentionBackend, "supports_dtype", lambda _: False)
+    triton = AttentionBackendEnum.TRITON_ATTN.get_class()
+    monkeypatch.setattr(triton, "supports_dtype", lambda _: False)
+    with pytest.raises(ConfigError, match=r"FLASH_ATTN \(.*\), TRITON_ATTN \(.*\); serve it"):
+        refuse_unsupported(on_cuda, EvictionConfig())
+
+
+def test_rounds_beside_drafts_that_the_host_counts_too_early_are_refused(
+    on_cuda: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cuda.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=2)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    on_cuda.scheduler_config.async_scheduling = True
+    refuse_unsupported(on_cuda, EvictionConfig())
+    with pytest.raises(ConfigError, match=r"decode_budget .*--no-async-scheduling"):
+        refuse_unsupported(on_cuda, EvictionConfig(decode_budget=512))
+    on_cuda.scheduler_config.async_scheduling = False
+    refuse_unsupported(on_cuda, EvictionConfig(decode_budget=512))
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import pytest
 from tests.engine.conftest import Answer, Engine, EngineFactory, preempting_all
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
-from vllm_kvselect.retention import cuts
+from vllm_kvselect.planning.cuts import cuts
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.xdist_group("contexts")
+"""They share an engine."""
 
 CONTEXT, QUESTIONS = 700, 8
 BORDER = CONTEXT // 32
@@ -39,19 +40,26 @@ def marked(number: int = 1, **values: Any) -> list[dict[str, Any]]:
 
 
 def alone(
-    start_engine: EngineFactory, prompts: Sequence[list[int]], settings: Sequence[dict[str, Any]]
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    settings: Sequence[dict[str, Any]],
+    num_tokens: int = 24,
 ) -> list[Answer]:
     """Answers of an engine that finds nothing."""
-    with start_engine(EVICTION, 200, enable_prefix_caching=False) as engine:
-        return engine.generate_alone(prompts, 24, settings)
+    hits, answers = engine.record_hits(), []
+    for prompt, own in zip(prompts, settings, strict=True):
+        assert engine.scheduler.reset_prefix_cache()
+        answers += engine.generate([prompt], num_tokens, [own])
+    assert hits == [0] * len(prompts)
+    return answers
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_question_gets_the_answer_that_it_gets_alone(
-    start_engine: EngineFactory, prompts: list[list[int]], method: str
+    share_engine: EngineFactory, prompts: list[list[int]], method: str
 ) -> None:
     settings = marked(QUESTIONS, kv_eviction=method)
-    with start_engine(EVICTION, 200) as engine:
+    with share_engine(EVICTION, 200) as engine:
         assert isinstance(engine.scheduler, CutScheduler)
         hits = engine.record_hits()
         first = engine.generate(prompts[:1], 24, settings[:1])
@@ -59,7 +67,7 @@ def test_a_question_gets_the_answer_that_it_gets_alone(
         assert hits == [0] + [32 * BORDER] * (QUESTIONS - 1)
         assert engine.worker.kv_eviction_stats()["num_evicted"] == 1
         assert engine.blocks_in_use() == 0
-    assert first + others == alone(start_engine, prompts, settings)
+        assert first + others == alone(engine, prompts, settings)
 
 
 def test_who_comes_at_once_waits_for_the_one_that_compresses(
@@ -78,26 +86,25 @@ def test_who_comes_at_once_waits_for_the_one_that_compresses(
         engine.scheduler.schedule = record  # type: ignore[method-assign]
         answers = engine.generate(prompts, 24, marked(QUESTIONS))
         assert engine.worker.kv_eviction_stats()["num_evicted"] == 1
-    assert hits == [0] + [32 * BORDER] * (QUESTIONS - 1)
-    # One compressed context, and each one's own; while the first one computes, no other does.
-    assert max(held) <= max(BORDER, BORDER - CUT.first_packed + sum(own))
-    assert answers == alone(start_engine, prompts, marked(QUESTIONS))
+        assert hits == [0] + [32 * BORDER] * (QUESTIONS - 1)
+        # One compressed context, and each one's own; while the first one computes, no other does.
+        assert max(held) <= max(BORDER, BORDER - CUT.first_packed + sum(own))
+        assert answers == alone(engine, prompts, marked(QUESTIONS))
 
 
 def test_the_next_turn_finds_question_and_answer(
-    start_engine: EngineFactory, prompts: list[list[int]], text_tokens: list[int]
+    share_engine: EngineFactory, prompts: list[list[int]], text_tokens: list[int]
 ) -> None:
     turns, answers = [prompts[1]], []
-    with start_engine(EVICTION, 200) as engine:
+    with share_engine(EVICTION, 200) as engine:
         hits = engine.record_hits()
         for turn in range(4):
             answers += engine.generate([turns[-1]], 40, marked())
             again = text_tokens[5000 + 50 * turn : 5030 + 50 * turn]
             turns.append(turns[-1] + answers[-1].token_ids + again)
-    # All full blocks of the turn before, but for the last token's, which nobody computed.
-    assert hits == [0, *((len(turn) + 39) // 32 * 32 for turn in turns[:3])]
-    with start_engine(EVICTION, 200, enable_prefix_caching=False) as engine:
-        assert answers == engine.generate_alone(turns[:4], 40, marked(4))
+        # All full blocks of the turn before, but for the last token's, which nobody computed.
+        assert hits == [0, *((len(turn) + 39) // 32 * 32 for turn in turns[:3])]
+        assert answers == alone(engine, turns[:4], marked(4), 40)
 
 
 @pytest.mark.parametrize(
@@ -110,24 +117,25 @@ def test_the_next_turn_finds_question_and_answer(
     ],
 )
 def test_other_settings_find_nothing_that_was_compressed(
-    start_engine: EngineFactory, prompts: list[list[int]], change: dict[str, Any]
+    share_engine: EngineFactory, prompts: list[list[int]], change: dict[str, Any]
 ) -> None:
     settings = [marked()[0] | change]
-    with start_engine(EVICTION, 200) as engine:
+    with share_engine(EVICTION, 200) as engine:
         engine.generate(prompts[:1], 4, marked())
         hits = engine.record_hits()
         answers = engine.generate(prompts[1:2], 24, settings)
+        [num_found] = hits
+        assert answers == alone(engine, prompts[1:2], settings)
     # The blocks that were freed are stock's, and serve whoever needs them uncompressed. Some of the
     # last ones have taken the first request's own question since.
     budget = change.get("kv_eviction_budget", 0.25)
     own = cuts(len(prompts[1]), 32, EvictionConfig(budget=budget, context=CONTEXT))
     most = 32 * min(CUT.first_packed, own.first_private)
-    assert most - 32 * 4 <= hits[0] <= most
-    assert answers == alone(start_engine, prompts[1:2], settings)
+    assert most - 32 * 4 <= num_found <= most
 
 
-def test_another_salt_finds_nothing(start_engine: EngineFactory, prompts: list[list[int]]) -> None:
-    with start_engine(EVICTION, 200) as engine:
+def test_another_salt_finds_nothing(share_engine: EngineFactory, prompts: list[list[int]]) -> None:
+    with share_engine(EVICTION, 200) as engine:
         hits = engine.record_hits()
         for salt in ("a", "b", "a"):
             params = engine.sampling(4, marked()[0])
@@ -137,23 +145,24 @@ def test_another_salt_finds_nothing(start_engine: EngineFactory, prompts: list[l
 
 
 def test_preempted_readers_find_their_context_again(
-    start_engine: EngineFactory, prompts: list[list[int]]
+    share_engine: EngineFactory, prompts: list[list[int]]
 ) -> None:
-    with start_engine(EVICTION, 200) as engine, preempting_all(num_answering=4) as generated:
-        answers = engine.generate(prompts[:4], 24, marked(4))
-    assert len(generated) == 4
-    assert answers == alone(start_engine, prompts[:4], marked(4))
+    with share_engine(EVICTION, 200) as engine:
+        with preempting_all(num_answering=4) as generated:
+            answers = engine.generate(prompts[:4], 24, marked(4))
+        assert len(generated) == 4
+        assert answers == alone(engine, prompts[:4], marked(4))
 
 
 def test_a_context_for_one_token_is_compressed_and_found(
-    start_engine: EngineFactory, prompts: list[list[int]]
+    share_engine: EngineFactory, prompts: list[list[int]]
 ) -> None:
-    with start_engine(EVICTION, 200) as engine:
+    with share_engine(EVICTION, 200) as engine:
         hits = engine.record_hits()
         engine.generate(prompts[:1], 1, marked())
         answers = engine.generate(prompts[1:2], 24, marked())
-    assert hits == [0, 32 * BORDER]
-    assert answers == alone(start_engine, prompts[1:2], marked())
+        assert hits == [0, 32 * BORDER]
+        assert answers == alone(engine, prompts[1:2], marked())
 
 
 def test_what_was_compressed_outlives_what_it_was_compressed_from(
@@ -185,7 +194,7 @@ def test_half_a_context_is_never_found(
         assert hits[0] < CUT.position
         assert hits[-1] == 32 * BORDER
         assert _num_named(engine) >= BORDER - CUT.first_packed
-    assert answers == alone(start_engine, prompts[1:3], marked(2))
+        assert answers == alone(engine, prompts[1:3], marked(2))
 
 
 def _num_named(engine: Engine) -> int:

@@ -9,7 +9,7 @@ from vllm import _custom_ops as ops
 
 from vllm_kvselect.engine.cpu import schedules as cpu_schedules
 from vllm_kvselect.engine.cpu.schedules import TILE, Schedules
-from vllm_kvselect.engine.step.page_tables import SettledRows
+from vllm_kvselect.engine.drop.page_tables import SettledRows
 from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
 from vllm_kvselect.paging.page_table import PageTable
 

@@ -23,7 +23,6 @@ from vllm_kvselect.engine.cuda.warm_up import warm_up
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
-pytestmark = pytest.mark.engine
 PROMPT_LENS = (140, 150, 40, 130)
 METHODS = (None, "layer-defensivekv", None, "h2o")
 EVICTION = {"method": "adakv-perturb", "budget": 96, "allow_override": ["method"]}

@@ -5,6 +5,7 @@ Every step's outputs are those of the float64 oracle, which chooses again in eac
 
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,14 +13,14 @@ import torch
 from vllm.v1.attention.backends import triton_attn
 
 from tests.engine import flash_attention, triton_attention
-from tests.engine.cuda_layers import Layers
+from tests.engine.cuda_layers import WIDE, Layers
 from tests.engine.cuda_requests import MAX_NUM_SEQS, Request
 from tests.engine.test_cuda_backend import FLASH, STOCK, TRITON, Replays, make_layers
 from tests.kernels.unsynchronised import unsynchronised
 from vllm_kvselect.engine.cuda.warm_up import warm_up
 from vllm_kvselect.engine.step.split import Split
-from vllm_kvselect.kernels.base import REFERENCES, Kernels
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.registry import METHODS
 
 pytest.importorskip("triton")
 from vllm_kvselect.kernels import cuda
@@ -27,9 +28,8 @@ from vllm_kvselect.kernels import cuda
 INTERVAL = 20
 """No multiple of a block: rounds come at all places in one."""
 ROUNDS = {"decode_budget": 40, "decode_interval": INTERVAL}
+IN_PROMPTS = {"prompt_interval": 24}
 METHODS_IN_ROUNDS = [name for name, method in METHODS.items() if method.in_rounds]
-NEEDED = Kernels(projected_value_norms=cuda.projected_value_norms, select_pruned=cuda.select_pruned)
-"""The references round norms to bfloat16, enough to change what is retained."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +43,9 @@ def stand_ins() -> Iterator[None]:
 def three(layers: Layers, num_generated: int = 90) -> tuple[Request, Request, Request]:
     """Requests that are cut at their prompts' ends, or in rounds only."""
     long, short, chunked = (layers.request(n, n + num_generated) for n in (70, 20, 65))
-    assert long.prompt.cut
-    assert short.prompt.cut is None
-    assert all(len(request.prompt.cuts) >= 3 for request in (long, short, chunked))
+    assert long.prompt.border
+    assert short.prompt.border is None
+    assert all(len(request.prompt.plan.cuts) >= 3 for request in (long, short, chunked))
     return long, short, chunked
 
 
@@ -83,28 +83,52 @@ def steps_with_rounds(layers: Layers) -> None:
     assert all(len(request.retained) >= 2 for request in (long, short, chunked))
 
 
+def steps_with_cuts_in_prompts(layers: Layers) -> None:
+    """Cuts in prompts beside each other's chunks and answers, and again after a preemption."""
+    long, other = layers.request(130, 140), layers.request(110, 120)
+    ends = [[cut.position for cut in each.prompt.plan.cuts] for each in (long, other)]
+    assert ends == [[96, 120, 130], [96, 110]]
+    layers.step((long, 50))
+    layers.step((other, 96), (long, 46))  # both come to a cut
+    layers.step((long, 20), (other, 10))
+    layers.step((other, 4), (long, 4))
+    layers.preempt(long)
+    layers.step((other, 1))
+    layers.step((long, 96), (other, 1))
+    layers.step((other, 1), (long, 24))
+    layers.step((other, 1), (long, 10))
+    decode(layers, other, long, steps=3)
+    assert [sorted(each.retained) for each in (long, other)] == ends
+
+
 @pytest.mark.parametrize("method", METHODS_IN_ROUNDS)
 def test_every_step_is_that_of_the_oracle(method: str) -> None:
-    steps_with_rounds(make_layers(FLASH, method, NEEDED, **ROUNDS))
+    steps_with_rounds(make_layers(FLASH, method, WIDE, **ROUNDS))
+
+
+@pytest.mark.parametrize("method", METHODS_IN_ROUNDS)
+def test_every_step_of_a_prompt_with_cuts_is_that_of_the_oracle(method: str) -> None:
+    steps_with_cuts_in_prompts(make_layers(FLASH, method, WIDE, **IN_PROMPTS))
+
+
+@pytest.mark.parametrize("method", ["adakv-perturb", "layer-probe"])
+def test_the_same_with_triton(method: str) -> None:
+    steps_with_cuts_in_prompts(make_layers(TRITON, method, WIDE, **IN_PROMPTS))
 
 
 @pytest.mark.parametrize("method", ["adakv-perturb", "layer-thetakv", "r-kv"])
 def test_sinks_count_in_rounds(method: str) -> None:
-    steps_with_rounds(make_layers(FLASH, method, NEEDED, with_sinks=True, **ROUNDS))
-
-
-@pytest.mark.parametrize("method", ["snapkv", "adakv-perturb", "layer-keydiff-perturb"])
-def test_prompts_are_left_alone_where_they_shall_be(method: str) -> None:
-    layers = make_layers(FLASH, method, NEEDED, keep_prompt=True, **ROUNDS)
-    request = layers.request(70, 200)
-    assert len(request.prompt.cuts) >= 3
-    layers.step((request, 70))
-    decode(layers, request, steps=request.prompt.cuts[2].position - 70 + 2)
+    steps_with_rounds(make_layers(FLASH, method, WIDE, with_sinks=True, **ROUNDS))
 
 
 @pytest.mark.parametrize(
     ("method", "backend"),
-    [("adakv-perturb", FLASH), ("layer-thetakv", FLASH), ("adakv-perturb", TRITON)],
+    [
+        ("adakv-perturb", FLASH),
+        ("layer-thetakv", FLASH),
+        ("adakv-perturb", TRITON),
+        ("layer-probe", FLASH),
+    ],
 )
 def test_every_step_is_that_of_the_oracle_with_the_kernels(method: str, backend: Any) -> None:
     one_round(make_layers(backend, method, cuda.KERNELS, **ROUNDS))
@@ -118,7 +142,7 @@ def test_an_fp8_cache_is_scored_and_moved_as_attention_reads_it(
     # The interpreter's cast to fp8 loses carries.
     write = flash_attention.reshape_and_cache_flash
     monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash", write)
-    layers = make_layers(backend, kernels=NEEDED, kv_cache_dtype="fp8", **ROUNDS)
+    layers = make_layers(backend, kernels=WIDE, kv_cache_dtype="fp8", **ROUNDS)
     assert (layers.layers[0].query_quant is not None) is with_queries
     one_round(layers)
 
@@ -126,7 +150,7 @@ def test_an_fp8_cache_is_scored_and_moved_as_attention_reads_it(
 def test_queries_of_graphs_are_seen_and_rounds_change_what_they_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layers = make_layers(FLASH, kernels=NEEDED, graphs=True, **ROUNDS)
+    layers = make_layers(FLASH, kernels=WIDE, graphs=True, **ROUNDS)
     long, short, chunked = three(layers)
     replays = Replays(FLASH, layers, MAX_NUM_SEQS, monkeypatch)
     layers.step((long, 70), (short, 20))
@@ -145,7 +169,7 @@ def test_a_request_that_has_dropped_nothing_is_vllms_but_for_its_queries() -> No
     layers = make_layers(FLASH, "snapkv", **ROUNDS)
     short = layers.request(20, 90)
     layers.step((short, 20))
-    first = short.prompt.cuts[0].position
+    first = short.prompt.plan.cuts[0].position
     for position in range(20, first):
         metadata = layers.step((short, 1))
         if position < first - layers.eviction.window:
@@ -166,17 +190,20 @@ def test_rounds_do_not_wait_for_the_device(method: str, graphs: bool) -> None:
         rows = ((long, 1), (short, 1))
         common = layers.common(rows)
         # What has arrived long ago may be read.
-        runs = [each.prompt.longest_run for each, _ in rows]
+        runs = [each.prompt.progress.longest_run for each, _ in rows]
         arrived = [run.on_host for run in runs if run is not None]
-        with unsynchronised(*layers.on_host, *arrived):
+        layers.make_rounds(rows, partial(unsynchronised, *arrived))
+        with unsynchronised(*layers.on_host):
             metadata = layers.builder.build(0, common)
-        layers.reuse_freed_blocks(rows)
         layers.check(rows, layers.forward(rows, common, metadata, guard=unsynchronised))
     assert len(long.retained) == 2
 
 
-@pytest.mark.parametrize("method", ["adakv-perturb", "layer-thetakv", "r-kv", "h2o"])
-def test_warming_up_launches_what_rounds_need_and_leaves_no_trace(method: str) -> None:
+@pytest.mark.parametrize("cuts", [ROUNDS, IN_PROMPTS], ids=["", "cuts in prompts"])
+@pytest.mark.parametrize("method", ["adakv-perturb", "layer-thetakv", "r-kv", "h2o", "layer-probe"])
+def test_warming_up_launches_what_rounds_need_and_leaves_no_trace(
+    method: str, cuts: dict[str, int]
+) -> None:
     launched: set[str] = set()
 
     def noted(name: str, twin: Any) -> Any:
@@ -188,18 +215,20 @@ def test_warming_up_launches_what_rounds_need_and_leaves_no_trace(method: str) -
 
     # References in place of kernels: which are called is the same, and takes less time.
     kernels = Kernels(
-        **{part.name: noted(part.name, getattr(REFERENCES, part.name)) for part in fields(Kernels)}
+        **{part.name: noted(part.name, getattr(WIDE, part.name)) for part in fields(Kernels)}
     )
-    layers = make_layers(FLASH, method, kernels, **ROUNDS)
+    layers = make_layers(FLASH, method, kernels, **cuts)
     warm_up(layers.builder, [method], layers.eviction)
     assert not layers.state.offsets.any()
-    assert not layers.state.rounds
+    assert not layers.state.completed
     assert not any(layer.kv_cache[1:].any() for layer in layers.layers)
     warm, _ = set(launched), launched.clear()
-    request = layers.request(70, 120)
-    layers.step((request, 70))
+    first = 70 if cuts == ROUNDS else 96
+    request = layers.request(first if cuts == ROUNDS else 110, 120)
+    layers.step((request, first))
     before_rounds = set(launched)
     decode(layers, request, steps=INTERVAL + 1)
+    assert len(request.retained) == 2
     assert launched == warm >= before_rounds
 
 
@@ -208,9 +237,27 @@ def test_a_preempted_request_forgets_the_queries_of_a_graph() -> None:
     request, other = layers.request(70, 120), layers.request(20, 60)
     layers.step((request, 70), (other, 20))
     decode(layers, request, steps=INTERVAL - 1)
-    seen = dict(request.prompt.seen)
-    assert sorted(seen) == [*range(70 + INTERVAL - layers.eviction.window, 70 + INTERVAL - 1)]
+    queries, end = request.prompt.progress.queries, 70 + INTERVAL - 1
     layers.preempt(request)
     decode(layers, other, steps=1)
-    assert not request.prompt.seen
-    assert torch.isfinite(seen[70 + INTERVAL - 2].queries.of_token(0)).all()
+    with pytest.raises(LookupError):
+        request.prompt.progress.queries.of_all_layers(end - 1, end)
+    # The graph's buffer was overwritten: what was taken out of it is still there.
+    begin = end - layers.eviction.window + 1
+    expected = request.query[:, begin:end]
+    torch.testing.assert_close(queries.of_all_layers(begin, end), expected)
+
+
+def test_queries_of_steps_padded_beyond_the_most_requests_are_seen() -> None:
+    """Where capture sizes leave `max_num_seqs` out, a step in pieces has more rows than that."""
+    layers = make_layers(FLASH, kernels=WIDE, graphs=True, **ROUNDS)
+    layers.builder.largest_full_graph = 2 * MAX_NUM_SEQS
+    long, short, _ = three(layers)
+    layers.step((long, 70), (short, 20))
+    for _ in range(INTERVAL + 1):
+        rows = ((long, 1), (short, 1))
+        common = layers.common(rows)
+        metadata = layers.build(rows, common)
+        common.num_actual_tokens = 2 * MAX_NUM_SEQS  # of the queries, as the runner pads them
+        layers.check(rows, layers.forward(rows, common, metadata))
+    assert len(long.retained) == 2

@@ -1,5 +1,6 @@
 """The CUDA worker: which request a row is, what keeps out of full graphs, reports, memory."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,18 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_kvselect.config import CONFIG_KEY, EvictionConfig
+from tests.engine import choice_memory
+from tests.plans import planned
+from vllm_kvselect.config import CONFIG_KEY, ConfigError, EvictionConfig
+from vllm_kvselect.engine.cuda import worker as cuda_worker
+from vllm_kvselect.engine.cuda.flash_attention import HeadwiseFlashAttentionMetadataBuilder
 from vllm_kvselect.engine.cuda.graph_queries import GraphQueries
+from vllm_kvselect.engine.cuda.reserve import choice_bytes
 from vllm_kvselect.engine.cuda.tables import HeadwiseTables
 from vllm_kvselect.engine.cuda.worker import EvictionGPUWorker
+from vllm_kvselect.engine.drop.request import LiveRequests, Request
+from vllm_kvselect.engine.drop.state import Made, RetentionState
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
-from vllm_kvselect.engine.step.request import LiveRequests, Request
-from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import REFERENCES
 
 BLOCK_SIZE = 16
@@ -37,6 +43,7 @@ def scheduled(
     output.scheduled_new_reqs = list(requests)
     known = output.scheduled_cached_reqs = CachedRequestData.make_empty()
     known.req_ids, known.num_computed_tokens = [*(cached or {})], [*(cached or {}).values()]
+    known.new_block_ids = [None] * len(known.req_ids)
     return output
 
 
@@ -44,8 +51,9 @@ def scheduled(
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker without a device: what vLLM's worker would do is looked at in place of done."""
     made = object.__new__(EvictionGPUWorker)
+    made._contexts = None
     made._eviction, made._requests = EVICTION, LiveRequests(EVICTION, BLOCK_SIZE)
-    made._states, made._found, made._report_to_send = [], [], None
+    made._started, made._states, made._found, made._report_to_send = [], [], [], None
     made._num_saved_blocks, made._reported_seconds = 0, 0.0
     made._is_prefilling = False
     monkeypatch.setattr(Worker, "execute_model", lambda self, _: self._is_prefilling)
@@ -81,20 +89,21 @@ def test_rows_of_both_model_runners_have_their_requests(worker: Any) -> None:
     worker.model_runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["b", "a"]))
     found = worker._requests_of(common)
     assert found[:2] == ours
-    assert [prompt.cut for prompt in found[2:]] == [None, None]  # padding
+    assert [prompt.border for prompt in found[2:]] == [None, None]  # padding
     common.req_idx = np.arange(4)  # a dummy batch, before there are requests
     worker._requests, worker.use_v2_model_runner = LiveRequests(EVICTION, BLOCK_SIZE), True
     worker.model_runner = SimpleNamespace(req_states=SimpleNamespace(index_to_req_id={}))
-    assert [prompt.cut for prompt in worker._requests_of(common)] == [None] * 4
+    assert [prompt.border for prompt in worker._requests_of(common)] == [None] * 4
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_model_runner_v2_sends_reports_with_the_output(
     wrapped: bool, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt = Request.planned(200, BLOCK_SIZE, EVICTION)
-    assert prompt.cut
-    state = SimpleNamespace(completed=[prompt], rounds=[], selection_seconds=0.25, num_evicted=1)
+    prompt = Request(planned(200, BLOCK_SIZE, EVICTION))
+    assert prompt.border
+    completed = [Made(prompt, prompt.border, prompt.border.first_packed)]
+    state = SimpleNamespace(completed=completed, selection_seconds=0.25, num_evicted=1)
     worker._states = [state]
     worker.use_v2_model_runner = True
     result = ModelRunnerOutput(req_ids=[], req_id_to_index={})
@@ -103,7 +112,7 @@ def test_model_runner_v2_sends_reports_with_the_output(
     worker.execute_model(scheduled())
     assert worker.sample_tokens(None) is output
     stats = result.kv_connector_output.kv_connector_stats.data[CONFIG_KEY]
-    assert stats["prompts"] == [[200, prompt.cut.first_packed]]
+    assert stats["prompts"] == [[200, prompt.border.first_packed]]
     assert stats["selection_seconds"] == 0.25
     result.kv_connector_output = None
     worker.execute_model(scheduled())
@@ -114,6 +123,22 @@ def test_model_runner_v2_sends_reports_with_the_output(
     worker.sample_tokens(None)
     stats = result.kv_connector_output.kv_connector_stats.data[CONFIG_KEY]
     assert (stats["prompts"], stats["selection_seconds"]) == ([], 0.5)
+
+
+def test_kernels_that_do_not_fit_a_card_are_refused_with_what_to_do(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = pytest.importorskip("triton.runtime.errors")
+
+    def too_large(*_: Any) -> None:
+        raise errors.OutOfResources(133120, 101376, "shared memory")
+
+    monkeypatch.setattr(cuda_worker, "warm_up", too_large)
+    builder = object.__new__(HeadwiseFlashAttentionMetadataBuilder)
+    monkeypatch.setattr(EvictionGPUWorker, "_builders", [builder])
+    worker.model_config = SimpleNamespace(get_head_size=lambda: 256, dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"256 channels.*Required: 133120.*or in bfloat16"):
+        inspect.unwrap(EvictionGPUWorker.compile_or_warm_up_model)(worker)
 
 
 @pytest.fixture
@@ -157,6 +182,45 @@ def test_memory_beside_the_cache_is_reserved_unless_the_user_gave_a_size(
     assert worker.determine_available_memory() == 40 * 2**30
 
 
+def test_a_start_up_plan_leaves_the_reserve_free(
+    worker: Any, spec: HeadwiseSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM puts what it measured at an earlier start where a user would."""
+    first = worker.determine_available_memory()
+
+    def planned(worker: Any) -> int:
+        worker.cache_config.kv_cache_memory_bytes = 40 * 2**30
+        return 40 * 2**30
+
+    monkeypatch.setattr(Worker, "determine_available_memory", planned)
+    assert worker.determine_available_memory() == first
+
+
+MEASURED = (
+    "adakv-perturb",
+    "defensivekv",
+    "layer-defensivekv",
+    "h2o",
+    "keydiff",
+    "layer-keydiff-perturb",
+    "expected-attention-perturb",
+    "layer-thetakv",
+    "layer-probe",
+    "probe-perturb",
+    "r-kv",
+)
+
+
+@pytest.mark.parametrize("method", MEASURED)
+def test_what_a_choice_takes_is_what_is_reserved_for_its_method(
+    method: str, spec: HeadwiseSpec
+) -> None:
+    taken = choice_memory.choice_bytes(method, 8192, 8, 4, 128, 4096, 32, 8192)
+    reserved = choice_bytes([method], spec, 32, 8192, 4, 32, torch.bfloat16)
+    assert taken <= reserved
+    assert reserved <= 4 * taken
+
+
 @pytest.mark.parametrize(
     ("values", "num_requests"),
     [
@@ -165,6 +229,8 @@ def test_memory_beside_the_cache_is_reserved_unless_the_user_gave_a_size(
         ({"decode_budget": 8192}, 39),
         ({"decode_budget": 8192, "allow_override": ("decode_budget",)}, 256),
         ({"allow_override": ("decode_budget",)}, 256),
+        ({"prompt_interval": 512}, 256),
+        ({"allow_override": ("prompt_interval",)}, 256),
     ],
 )
 def test_memory_is_reserved_for_the_queries_that_rounds_look_through(
@@ -190,4 +256,5 @@ def test_memory_is_reserved_for_the_sums_that_rounds_add_up(
         worker._eviction = EvictionConfig(**{**EVICTION.model_dump(), **values})
         reserved.append(40 * 2**30 - worker.determine_available_memory())
     # A float32 number beside 128 channels of a key and a value in bfloat16.
-    assert reserved[1] - reserved[0] == 40 * 2**30 * 4 // (2 * 128 * 2)
+    blocks = 3 * 4 * 2**26  # of what its scorer computes at once
+    assert reserved[1] - reserved[0] - blocks == 40 * 2**30 * 4 // (2 * 128 * 2)

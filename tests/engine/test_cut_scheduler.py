@@ -6,9 +6,9 @@ import pytest
 
 from tests.engine.simulated_server import Server, Settings
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.scheduler import block_manager
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutAsyncScheduler, CutScheduler
-from vllm_kvselect.retention import Cut, Cuts
+from vllm_kvselect.planning import plan as plan_module
+from vllm_kvselect.planning.cuts import Cut, Cuts
 
 PROMPT = [*range(100)]
 
@@ -54,7 +54,7 @@ def test_a_pooled_chunk_ends_with_its_prompt(method: str, async_scheduling: bool
 
 def test_a_pooled_chunk_ends_at_every_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     several = Cuts([Cut(41, 3, 2, 5), Cut(80, 10, 3, 13)])
-    monkeypatch.setattr(block_manager, "cuts", lambda *_: several)
+    monkeypatch.setattr(plan_module, "cuts", lambda *_: several)
     server = RecordingServer("layer-thetakv", max_num_seqs=1)
     server.add(PROMPT, 30)
     scheduled = [server.scheduler.schedule().num_scheduled_tokens for _ in range(3)]

@@ -18,10 +18,9 @@ from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
 from vllm_kvselect.kernels.base import REFERENCES
 from vllm_kvselect.kernels.build import KernelError
 from vllm_kvselect.machine import dtype_name, fast_dtype
-from vllm_kvselect.methods.registry import METHODS
-from vllm_kvselect.retention import Cut, Cuts, cuts
+from vllm_kvselect.planning.cuts import Cut, Cuts, cuts
+from vllm_kvselect.registry import METHODS
 
-pytestmark = pytest.mark.engine
 EVICTION = {"method": "adakv-perturb", "budget": 128}
 ANY_METHOD = EVICTION | {"allow_override": ["method"]}
 POOLED, WHOLE_PROMPT = {"kv_eviction": "layer-thetakv"}, {"kv_eviction": "h2o"}
@@ -80,12 +79,13 @@ def test_the_first_token_waits_for_scores_only(
     assert [a.token_ids[:1] for a in answers] == [first.token_ids for first in firsts]
 
 
+@pytest.mark.xdist_group("any method")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_prompt_preempted_after_its_first_token_is_packed_once_it_resumed(
-    method: str, start_engine: EngineFactory, make_prompts: Any
+    method: str, share_engine: EngineFactory, make_prompts: Any
 ) -> None:
     prompts, settings = make_prompts([900, 700]), [{"kv_eviction": method}] * 2
-    with start_engine(ANY_METHOD, 100, enable_prefix_caching=False) as engine:
+    with share_engine(ANY_METHOD, 100, enable_prefix_caching=False) as engine:
         alone = engine.generate_alone(prompts, 20, settings)
         engine.worker.reset_kv_eviction_stats()
         with preempting_all(2, num_tokens=1) as preempted:
@@ -176,14 +176,13 @@ def no_kernels() -> None:
 
 
 def test_nothing_dropped_is_stock_token_for_token(
-    start_full_engine: EngineFactory, make_prompts: Any
+    start_engine: EngineFactory, make_prompts: Any
 ) -> None:
     lengths = [1 + 31 * i % 350 for i in range(24)]
     results = []
     for eviction in (None, {"method": "none"}, {"method": "adakv-perturb", "budget": 1024}):
-        with start_full_engine(
-            eviction, 400, dtype=dtype_name(fast_dtype()), block_size=32
-        ) as engine:
+        dtype = dtype_name(fast_dtype())
+        with start_engine(eviction, 400, dtype=dtype, block_size=32) as engine:
             outputs = engine.outputs(make_prompts(lengths), 16, logprobs=3)
             results.append(
                 [
@@ -198,27 +197,29 @@ def test_nothing_dropped_is_stock_token_for_token(
 
 
 def retain_everything(
-    num_prompt_tokens: int, block_size: int, config: EvictionConfig, max_tokens: int = 0
+    num_prompt_tokens: int,
+    block_size: int,
+    config: EvictionConfig,
+    max_tokens: int = 0,
+    page_size: int | None = None,
 ) -> Cuts:
     """A cut that packs every block before the tail and frees none."""
+    assert page_size in (None, block_size)
     tail_start = (num_prompt_tokens - config.window) // block_size
     return Cuts([Cut(num_prompt_tokens, 0, tail_start, tail_start)] if tail_start > 0 else [])
 
 
 @pytest.fixture
 def everything_retained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_kvselect.engine.scheduler.block_manager.cuts", retain_everything)
-    monkeypatch.setattr("vllm_kvselect.engine.step.request.cuts", retain_everything)
+    monkeypatch.setattr("vllm_kvselect.planning.plan.cuts", retain_everything)
 
 
 @pytest.mark.usefixtures("everything_retained")
-def test_packing_everything_changes_nothing(
-    start_full_engine: EngineFactory, make_prompts: Any
-) -> None:
+def test_packing_everything_changes_nothing(start_engine: EngineFactory, make_prompts: Any) -> None:
     prompts = make_prompts([70 + 29 * i for i in range(12)])
-    with start_full_engine(None, 400) as engine:
+    with start_engine(None, 400) as engine:
         expected = engine.generate(prompts, 16)
-    with start_full_engine(EVICTION, 400) as engine:
+    with start_engine(EVICTION, 400) as engine:
         assert engine.generate(prompts, 16) == expected
         assert engine.worker.kv_eviction_stats()["num_evicted"] == 12
 
@@ -383,7 +384,7 @@ def test_integrity_check_stops_the_request_and_not_the_engine(
                 (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
                 request = next(r for r in scheduler.running if r.num_prompt_tokens == 900)
                 blocks = manager.req_to_blocks[request.request_id]
-                first = manager.cuts_of(request).first_private
+                first = manager.plan_of(request).cuts.first_private
                 manager.block_pool.cache_full_blocks(request, blocks, first, first + 1, 32, 0)
             return schedule(scheduler, *args, **kwargs)
 

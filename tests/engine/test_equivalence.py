@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.engine.conftest import SHALLOW_LAYERS, Engine, EngineFactory
-from tests.mixture import (
+from tests.load.mixture import (
     BLOCK_SIZE,
     GREEDY,
     KINDS,
@@ -25,7 +25,6 @@ from tests.mixture import (
     serve_alone,
 )
 
-pytestmark = pytest.mark.engine
 LIMITS: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "disable_log_stats": False}
 # Chunks that cut observation windows, and a pool with little room beside the longest request.
 CROWDED: dict[str, Any] = {**LIMITS, "max_num_batched_tokens": 150, "max_num_seqs": 8}

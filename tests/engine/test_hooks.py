@@ -40,7 +40,7 @@ from vllm_kvselect.engine import hooks, sources
 from vllm_kvselect.engine.cuda import graphs
 from vllm_kvselect.engine.frontend import arguments, metrics, requests
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
-from vllm_kvselect.retention import cuts
+from vllm_kvselect.planning.cuts import cuts
 from vllm_kvselect.tiny_model import tiny_model
 
 PATCHES = Path(__file__).parents[2] / "patches"

@@ -6,12 +6,24 @@ from typing import Any
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import ModelRunnerOutput
 
-from tests.engine.simulated_server import Server, Settings
+from tests.engine.simulated_server import EVICTION, IntegrityError, Server, Settings
+from vllm_kvselect.engine.report import StepReport
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
-from vllm_kvselect.engine.scheduler.checked_scheduler import CheckedAsyncScheduler, CheckedScheduler
-from vllm_kvselect.engine.scheduler.integrity import INVARIANTS, Violation, find_violations
+from vllm_kvselect.engine.scheduler.checked_scheduler import (
+    CheckedAsyncScheduler,
+    CheckedScheduler,
+    mend,
+)
+from vllm_kvselect.engine.scheduler.integrity import (
+    INVARIANTS,
+    Violation,
+    find_violations,
+    plan_violations,
+)
 
 
 class CheckedServer(Server):
@@ -64,7 +76,7 @@ class CheckedServer(Server):
 
 def hash_packed(server: CheckedServer) -> None:
     request, blocks = server.scheduler.requests["r1"], server.manager.req_to_blocks["r1"]
-    first = server.manager.cuts_of(request).first_private
+    first = server.manager.plan_of(request).cuts.first_private
     server.pool.cache_full_blocks(request, blocks, first, first + 1, server.manager.block_size, 0)
 
 
@@ -162,5 +174,60 @@ def test_damage_is_named_and_stops_only_its_requests(name: str, async_scheduling
     assert server.violations() == []
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_request_that_a_worker_plans_otherwise_is_stopped(
+    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = CheckedServer(Settings(num_spare_blocks=60, async_scheduling=async_scheduling))
+    requests, execute = server.scheduler.requests, server.worker.execute
+    plans = {name: server.manager.plan_of(requests[name]).fingerprint for name in requests}
+    assert plan_violations(server.manager, requests, plans) == []
+    plans[server.short] = plans[server.decoding]
+
+    def execute_and_report(output: SchedulerOutput) -> ModelRunnerOutput:
+        made = execute(output)
+        made.kv_connector_output = StepReport([], [], [], [], 0.0, 0, plans).as_connector_output()
+        return made
+
+    (violation,) = plan_violations(server.manager, requests, plans)
+    assert violation.invariant == "plan"
+    monkeypatch.setattr(server.worker, "execute", execute_and_report)
+    server.worker.damaged = {server.short}
+    server.step()
+    server.step()
+    monkeypatch.undo()
+    server.drain()
+    assert server.failed == {server.short}
+    assert server.violations() == []
+
+
 def test_every_invariant_is_tested() -> None:
-    assert set().union(*(invariants for _, invariants, _ in DAMAGE.values())) == set(INVARIANTS)
+    damaged = set().union(*(invariants for _, invariants, _ in DAMAGE.values()))
+    # "beside" by tests/engine/test_block_manager.py.
+    assert damaged | {"plan", "bounded", "loads", "beside"} == {*INVARIANTS}
+
+
+def test_a_context_that_is_found_before_it_is_read_is_named_and_found_no_more() -> None:
+    stored = {"context": 64, "context_store": "folder"}
+    server = Server(Settings(eviction=EVICTION.model_copy(update=stored), stores=True))
+    server.add([*range(100)], 3)
+    server.drain()
+    server.add([*range(100)], 3)
+    server.scheduler.schedule()
+    [load] = server.loads._pending.values()
+    kv, requests = server.scheduler.kv_cache_manager, server.scheduler.requests
+    assert find_violations(kv, requests) == []
+    server.loads._names.take(load.request, load.plan, load.blocks)
+    [violation] = find_violations(kv, requests)
+    assert (violation.invariant, violation.request_ids) == ("loads", ("load 1",))
+    mend(kv, requests, [violation])
+    assert find_violations(kv, requests) == []
+
+
+def test_a_request_that_keeps_what_its_cuts_free_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeadwiseManager, "remove_skipped_blocks", lambda *_, **__: None)
+    eviction = EVICTION.model_copy(update={"prompt_interval": 16})
+    server = Server(Settings(eviction=eviction, num_spare_blocks=60))
+    server.add([*range(120)], 5)
+    with pytest.raises(IntegrityError, match="bounded: holds 16 blocks, at most 13 by plan"):
+        server.drain()

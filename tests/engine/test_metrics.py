@@ -6,7 +6,7 @@ from vllm_kvselect.engine.report import ContextReport, StepReport
 
 
 def test_a_report_arrives_as_it_was_sent_and_only_once() -> None:
-    report = StepReport([[1500, 38], [700, 13]], [[960, 20]], 0.25, 51, [4, 4])
+    report = StepReport([[1500, 38], [700, 13]], [6, 6, 7], [4, 4], [[960, 20]], 0.25, 51)
     envelope = report.as_connector_output().kv_connector_stats
     assert envelope is not None
     stats = SchedulerStats(kv_connector_stats=envelope.to_dict())
@@ -22,7 +22,7 @@ def test_statistics_of_others_stay_where_they_are() -> None:
 
 
 def test_two_reports_travel_together() -> None:
-    worker, scheduler = StepReport([], [], 0.5, 0), ContextReport(2, 30)
+    worker, scheduler = StepReport([], [], [], [], 0.5, 0), ContextReport(2, 30)
     envelope = worker.as_connector_output().kv_connector_stats
     assert envelope is not None
     stats = SchedulerStats(kv_connector_stats=envelope.to_dict())

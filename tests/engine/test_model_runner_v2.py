@@ -19,7 +19,7 @@ from tests.engine.test_cuda_backend import (  # noqa: F401 (fixtures)
     stand_ins,
 )
 from vllm_kvselect.kernels import cuda
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.registry import METHODS
 
 
 @pytest.mark.parametrize("method", ["adakv-perturb", "h2o", "layer-defensivekv"])
@@ -38,12 +38,12 @@ def test_a_graph_of_a_decode_step_replays_for_fewer_rows(
     replays = Replays(backend, layers, MAX_NUM_SEQS, monkeypatch)
     if backend is TRITON:
         assert layers.seq_lens.eq(1).all()  # as vLLM captures with this backend
-    long, short, other = (layers.request(n, n + 40) for n in (100, 20, 90))
+    long, short, other = (layers.request(n, n + 40) for n in (100, 20, 94))
     layers.step((long, 100), (short, 20))
     for rows in ([long, short], [short, long], [long], [short]):
         replays.step(*((request, 1) for request in rows))
-    layers.step((other, 90), (long, 1), (short, 1))
-    for _ in range(7):  # one of them comes to its next block
+    layers.step((other, 94), (long, 1), (short, 1))
+    for _ in range(3):  # one of them comes to its next block
         replays.step((short, 1), (other, 1), (long, 1))
 
 

@@ -5,8 +5,6 @@ checkpoint's own W_O and, for the arithmetic, the set of retained entries.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.conftest import SHALLOW_LAYERS, Engine, EngineFactory, _engine
+from tests.engine.conftest import SHALLOW_LAYERS, EngineFactory, _sharing
 from tests.engine.float64 import (
     BLOCK_SIZE,
     BUDGET,
@@ -29,16 +27,15 @@ from tests.engine.float64 import (
 from tests.engine.recorder import Recorder, recording
 from tests.method_cases import METHOD_CASES, MethodCase, every_method_case
 from tests.probe_files import probe_of
+from vllm_kvselect.choice import Retention, retain, retain_pool, score_layer
 from vllm_kvselect.kernels import cpu
-from vllm_kvselect.kernels.base import REFERENCES
-from vllm_kvselect.methods.choice import retain, retain_pool, score_layer
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.kernels.base import REFERENCES, Kernels
+from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.rotation import Rotation
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting.ranking import Candidates
 
-pytestmark = pytest.mark.engine
 PROMPT_LENS = (500, 351, 300)
 UNIT = 2.0**-24
 """Unit roundoff of float32."""
@@ -49,37 +46,26 @@ WITH_PARAMETERS = [case for case in METHOD_CASES if len(case.values) > 2]
 several parameters; the other cases run on tensors recorded once."""
 
 
-@contextmanager
-def oracle_engine(start_engine: EngineFactory, eviction: dict[str, Any]) -> Iterator[Engine]:
-    """Takes three requests at once, their prompts in chunks of at most 256 tokens."""
+def record(
+    start: EngineFactory,
+    eviction: dict[str, Any],
+    make_prompts: Any,
+    settings: dict[str, Any] | None = None,
+) -> Recorder:
+    """Three requests at once, their prompts in chunks of at most 256 tokens."""
     eviction = {"budget": BUDGET, **eviction}
-    settings = {"max_num_batched_tokens": 256, "max_num_seqs": 4, "enable_prefix_caching": False}
-    with start_engine(eviction, 100, **settings) as engine:
-        yield engine
-
-
-def record(engine: Engine, make_prompts: Any, settings: dict[str, Any] | None = None) -> Recorder:
-    """One run of three requests at once."""
-    with recording(engine.worker.model_runner) as recorder:
+    limits = {"max_num_batched_tokens": 256, "max_num_seqs": 4, "enable_prefix_caching": False}
+    with (
+        start(eviction, 100, **limits) as engine,
+        recording(engine.worker.model_runner) as recorder,
+    ):
         engine.generate(make_prompts(PROMPT_LENS), 20, [settings] * len(PROMPT_LENS))
     return recorder
 
 
-@pytest.fixture(scope="module")
-def start_shared_engine(shallow_model: Path) -> Iterator[EngineFactory]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        yield partial(_engine, model=shallow_model)
-
-
-@pytest.fixture(scope="module")
-def recorders(start_shared_engine: EngineFactory, make_prompts: Any) -> dict[str, Recorder]:
-    """What every method does, in one engine."""
-    with oracle_engine(start_shared_engine, {"allow_override": ["method"]}) as engine:
-        return {
-            case.method: record(engine, make_prompts, {"kv_eviction": case.method})
-            for case in METHODS_ALONE
-        }
+def record_method(share: EngineFactory, make_prompts: Any, method: str) -> Recorder:
+    """What a method does, in the engine that all share."""
+    return record(share, {"allow_override": ["method"]}, make_prompts, {"kv_eviction": method})
 
 
 def prompt_layers(recorded: Any, model: Path, prompt_len: int) -> list[Layer]:
@@ -98,17 +84,16 @@ def prompt_layers(recorded: Any, model: Path, prompt_len: int) -> list[Layer]:
 @pytest.mark.xdist_group("oracle")
 @pytest.mark.parametrize("case", METHODS_ALONE, ids=lambda case: case.name)
 def test_every_method_retains_and_attends_as_the_oracles(
-    case: MethodCase, recorders: dict[str, Recorder], shallow_model: Path
+    case: MethodCase, share_engine: EngineFactory, make_prompts: Any, shallow_model: Path
 ) -> None:
-    check(case, recorders[case.method], shallow_model)
+    check(case, record_method(share_engine, make_prompts, case.method), shallow_model)
 
 
 @pytest.mark.parametrize("case", WITH_PARAMETERS, ids=lambda case: case.name)
 def test_parameters_of_the_server_reach_the_choice(
     case: MethodCase, start_engine: EngineFactory, make_prompts: Any, shallow_model: Path
 ) -> None:
-    with oracle_engine(start_engine, {"method": case.method, **case.values}) as engine:
-        recorder = record(engine, make_prompts)
+    recorder = record(start_engine, {"method": case.method, **case.values}, make_prompts)
     check(case, recorder, shallow_model)
 
 
@@ -135,38 +120,41 @@ def check(case: MethodCase, recorder: Recorder, model: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def real_layers(recorders: dict[str, Recorder], shallow_model: Path) -> list[Layer]:
+def real_layers(make_prompts: Any, shallow_model: Path) -> list[Layer]:
     """One prompt in the real model's layers."""
-    return prompt_layers(recorders["streaming-llm"].tokens, shallow_model, 351)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        share = partial(_sharing, model=shallow_model)
+        recorder = record_method(share, make_prompts, "streaming-llm")
+    return prompt_layers(recorder.tokens, shallow_model, 351)
 
 
 @pytest.mark.xdist_group("oracle")
-@pytest.mark.parametrize("kernels", [False, True], ids=["references", "kernels"])
 @every_method_case
 def test_methods_choose_from_real_tensors_as_the_oracles(
-    case: MethodCase, kernels: bool, real_layers: list[Layer]
+    case: MethodCase, real_layers: list[Layer]
 ) -> None:
-    loaded = cpu.load()
-    parts = loaded if kernels else REFERENCES
-    prompt_len = len(real_layers[0].query)
-    size = (num_packed(prompt_len), BLOCK_SIZE, case.config())
+    """Both with the references and with the kernels."""
+    num_tokens = tail_begin(len(real_layers[0].query))
     if METHODS[case.method].pooled:
-        scored = [
-            score_layer(inputs(case, layer, kernels), size[-1], parts) for layer in real_layers
-        ]
-        retention = retain_pool(Candidates.stack(scored), *size, kernels=parts)
-        retentions = [(retention, expect(case, real_layers))]
+        expected = [expect(case, real_layers)]
     else:
-        retentions = [
-            (
-                retain(inputs(case, layer, kernels, index), *size, kernels=parts),
-                expect(case, [layer], index),
-            )
-            for index, layer in enumerate(real_layers)
-        ]
-    for retention, expected in retentions:
-        flat = retention.retained.tolist()
-        check_heads({divmod(index, tail_begin(prompt_len)) for index in flat}, expected)
+        expected = [expect(case, [layer], index) for index, layer in enumerate(real_layers)]
+    for parts in (REFERENCES, cpu.load()):
+        for retention, heads in zip(choose(case, real_layers, parts), expected, strict=True):
+            flat = retention.retained.tolist()
+            check_heads({divmod(index, num_tokens) for index in flat}, heads)
+
+
+def choose(case: MethodCase, layers: list[Layer], parts: Kernels) -> list[Retention]:
+    """What the package retains of layers that share pages, or of each."""
+    size = (num_packed(len(layers[0].query)), BLOCK_SIZE, case.config())
+    packed = parts is not REFERENCES
+    given = [inputs(case, layer, packed, index) for index, layer in enumerate(layers)]
+    if not METHODS[case.method].pooled:
+        return [retain(each, *size, kernels=parts) for each in given]
+    scored = [score_layer(each, size[-1], parts) for each in given]
+    return [retain_pool(Candidates.stack(scored), *size, kernels=parts)]
 
 
 def inputs(case: MethodCase, layer: Layer, kernels: bool, index: int = 0) -> ScoringInputs:
@@ -189,7 +177,7 @@ def inputs(case: MethodCase, layer: Layer, kernels: bool, index: int = 0) -> Sco
         size**-0.5,
         projection,
         layer_index=index,
-        rotation=rotation(layer.theta, size) if METHODS[case.method].rotation else None,
+        rotation=rotation(layer.theta, size) if "rotation" in METHODS[case.method].needs else None,
         probe=layer.probe,
     )
 

@@ -14,7 +14,6 @@ from vllm_kvselect.kernels import cpu
 from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
-pytestmark = pytest.mark.engine
 CAPABILITIES = torch.cpu.get_capabilities()
 HAS_VNNI = CAPABILITIES.get("avx512_vnni") or CAPABILITIES.get("avx_vnni")
 

@@ -5,12 +5,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from tests.plans import planned
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.step import page_tables
-from vllm_kvselect.engine.step.page_tables import PageTables, SettledRows
-from vllm_kvselect.engine.step.request import Request
-from vllm_kvselect.engine.step.state import RetentionState
-from vllm_kvselect.retention import Cuts
+from vllm_kvselect.engine.drop import page_tables
+from vllm_kvselect.engine.drop.page_tables import PageTables, SettledRows
+from vllm_kvselect.engine.drop.request import Request
+from vllm_kvselect.engine.drop.state import RetentionState
 
 BLOCK_SIZE, NUM_LAYERS, NUM_KV_HEADS = 4, 2, 3
 TAIL_START = 6
@@ -87,7 +87,8 @@ def test_prompts_packed_into_the_same_blocks_are_seen(state: RetentionState) -> 
     tables = PageTables(state, BLOCK_SIZE)
     rows = settled([26])
     assert_up_to_date(tables, rows, state)
-    state.complete(Request(24, EvictionConfig(budget=128), Cuts(), None), 1)
+    request = Request(planned(300, 32, EvictionConfig(budget=128)))
+    state.complete(request, request.plan.cuts[0], torch.tensor([1]))
     state.offsets[rows.first_packed_blocks] = torch.tensor(
         [[0, 2, 3, 6], [6, 8, 9, 12]], dtype=torch.int32
     )

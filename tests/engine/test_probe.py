@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.conftest import EngineFactory
-from tests.engine.random_models import random_llama
+from tests.engine.conftest import SHALLOW_LAYERS, EngineFactory
+from tests.engine.random_models import random_prompts
+from tests.engine.recorder import recording
 from tests.engine.test_unreadable_projections import (  # noqa: F401 (fixtures)
     PROMPT,
     engine_in_this_process,
@@ -21,15 +22,7 @@ from vllm_kvselect.engine.frontend.requests import RequestRefusedError
 from vllm_kvselect.probes import places
 from vllm_kvselect.probes.places import default_path
 
-pytestmark = pytest.mark.engine
 REFUSED = "methods that need a calibrated probe cannot be used: "
-
-
-@pytest.fixture
-def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model of which nobody has a probe."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return random_llama(tmp_path / "llama")
 
 
 def probes(llm: Any) -> list[torch.Tensor | None]:
@@ -47,6 +40,26 @@ def test_every_layer_has_its_own_weights(shallow_model: Path, start_engine: Engi
         found = [impl.probe for impl in engine.impls]
     for probe, expected in zip(found, load_file(probe_of(shallow_model))["weights"], strict=True):
         assert torch.equal(probe, expected)
+
+
+@pytest.mark.parametrize("method", ["layer-probe", "probe-perturb"])
+def test_tokens_of_the_prefix_cache_are_scored_as_if_they_were_computed(
+    method: str, start_engine: EngineFactory
+) -> None:
+    first, other = random_prompts([1980, 700])
+    second = [*first[:1280], *other]
+    settings = {"method": method, "budget": 256, "check_integrity": True}
+    with start_engine(settings, 80) as engine, recording(engine.worker.model_runner) as recorder:
+        (alone,) = engine.generate([second])
+        expected = {layer: recorder.retained[len(second), layer] for layer in range(SHALLOW_LAYERS)}
+        assert engine.llm.reset_prefix_cache()
+        engine.generate([first])
+        (found,) = engine.results([second], logprobs=0)
+        assert found.num_cached_tokens == 1280
+    assert {
+        layer: recorder.retained[len(second), layer] for layer in range(SHALLOW_LAYERS)
+    } == expected
+    assert list(found.outputs[0].token_ids) == alone.token_ids
 
 
 def test_methods_that_do_not_need_a_probe_read_none(start_engine: EngineFactory) -> None:

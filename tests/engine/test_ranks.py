@@ -32,10 +32,10 @@ from tests.engine.random_models import random_llama, random_prompts
 from tests.engine.recorder import recording
 from tests.method_cases import MethodCase
 from vllm_kvselect.kernels import cpu
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.xdist_group("ranks")
 NUM_LAYERS, NUM_KV_HEADS = 4, 4  # two of each on a rank
 # A stage counts its layers from 0, so `random` draws there what it draws in the first stage.
 OF_STAGES = [name for name in METHODS if not METHODS[name].pooled and name != "random"]

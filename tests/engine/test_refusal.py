@@ -16,6 +16,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tests.marks import starts_engine
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine import refusal
 from vllm_kvselect.tiny_model import tiny_model
@@ -152,6 +153,7 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+@starts_engine
 def serve(folder: Path, model: Path, *options: str) -> tuple[int, str]:
     """Status and output of a server that does not start, and whose notes are in a folder."""
     command = [Path(sys.executable).with_name("vllm"), "serve", model, "--dtype", "float32"]
@@ -168,7 +170,6 @@ def serve(folder: Path, model: Path, *options: str) -> tuple[int, str]:
     return result.returncode, result.stdout
 
 
-@pytest.mark.engine
 def test_a_server_refused_in_its_own_process_shows_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "eviction.yaml").write_text("budget: [1\nwindow: 2")
     options = ("--kv-eviction-config", str(tmp_path / "eviction.yaml"))
@@ -179,7 +180,6 @@ def test_a_server_refused_in_its_own_process_shows_no_traceback(tmp_path: Path) 
     assert "is not valid YAML, line 2, column 7" in output.splitlines()[-1]
 
 
-@pytest.mark.engine
 def test_a_server_refused_by_its_worker_ends_with_the_reason(
     tmp_path: Path, short_folder: Path
 ) -> None:

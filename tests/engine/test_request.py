@@ -8,10 +8,11 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
+from tests.plans import planned
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.step.request import LiveRequests, Phase, Request
-from vllm_kvselect.engine.step.seen_queries import SeenQueries, SeenQuery
-from vllm_kvselect.retention import cuts
+from vllm_kvselect.engine.drop.request import LiveRequests, Request
+from vllm_kvselect.engine.notice import StepNotice
+from vllm_kvselect.planning.cuts import cuts
 from vllm_kvselect.scoring.inputs import ScoringInputs
 
 BLOCK_SIZE = 32
@@ -40,10 +41,19 @@ def message(*new: tuple[str, int, Any], **changes: Any) -> SchedulerOutput:
     return scheduled
 
 
-def resumed(name: str) -> CachedRequestData:
-    cached = CachedRequestData.make_empty()
-    cached.resumed_req_ids.add(name)
-    return cached
+def cached(num_computed: dict[str, int], *resumed: str) -> CachedRequestData:
+    """What a step's message says of requests that are known: tokens computed, by name."""
+    made = CachedRequestData.make_empty()
+    made.req_ids, made.num_computed_tokens = [*num_computed], [*num_computed.values()]
+    made.new_block_ids = [([],) if name in resumed else None for name in num_computed]
+    made.resumed_req_ids.update(resumed)
+    return made
+
+
+def complete(request: Request) -> None:
+    cut = request.next_cut
+    assert cut is not None
+    request.complete_cut(cut, None)
 
 
 def test_each_prompt_has_the_cut_of_its_own_settings() -> None:
@@ -57,39 +67,41 @@ def test_each_prompt_has_the_cut_of_its_own_settings() -> None:
         )
     )
     for name, budget in (("a", 128), ("b", 256)):
-        assert (live[name].cut,) == cuts(500, BLOCK_SIZE, EvictionConfig(budget=budget))
-    assert live["c"].cut is live["d"].cut is None
-    assert [live[name].num_prompt_tokens for name in "abcd"] == [500] * 4
+        assert live[name].plan.cuts == cuts(500, BLOCK_SIZE, EvictionConfig(budget=budget))
+        assert live[name].border == live[name].plan.cuts[0]
+    assert live["c"].border is live["d"].border is None
+    assert [live[name].plan.num_prompt_tokens for name in "abcd"] == [500] * 4
 
 
 def test_a_request_is_forgotten_when_it_ends() -> None:
     live = LiveRequests(SERVER, BLOCK_SIZE)
     live.update(message(("a", 500, None), ("b", 400, None)))
     live.update(message(("a", 300, None), finished_req_ids={"a", "unknown"}))
-    assert live["a"].num_prompt_tokens == 300  # another request with the same id
+    assert live["a"].plan.num_prompt_tokens == 300  # another request with the same id
     live.update(message(finished_req_ids={"a", "b"}))
     assert len(live) == 0
 
 
 @pytest.mark.parametrize(
-    "pause", [{"preempted_req_ids": {"a"}}, {"scheduled_cached_reqs": resumed("a")}]
+    "pause",
+    [{"preempted_req_ids": {"a"}}, {"scheduled_cached_reqs": cached({"a": 0}, "a")}],
+    ids=["preempted", "resumed"],
 )
-def test_a_pause_forgets_what_was_packed_and_summed(pause: dict[str, Any]) -> None:
+def test_a_pause_puts_another_progress_in_the_place_of_the_old_one(pause: dict[str, Any]) -> None:
     live = LiveRequests(SERVER, BLOCK_SIZE)
-    live.update(message(("a", 500, None), ("b", 300, None), ("c", 60, None)))
+    live.update(message(("a", 500, {"kv_eviction": "h2o"}), ("b", 300, None), ("c", 60, None)))
     assert live.num_saved_blocks == 0
     a, b = (cuts(n, BLOCK_SIZE, SERVER).num_freed(n) for n in (500, 300))
-    for name in "abc":
-        live[name].phase = Phase.PACKED
+    memory = weakref.ref(live["a"].remembered_by(num_layers=1))
     for name in "ab":
-        live[name].observed_by(num_layers=1)
+        complete(live[name])
     assert live.num_saved_blocks == a + b
+    before, kept = live["a"], live["b"].progress
     live.update(message(**pause))
     assert live.num_saved_blocks == b
-    assert live["b"].observer is not None
-    before = live["a"]
-    assert before.observer is None
-    assert [live[name].phase for name in "ab"] == [Phase.PREFILLING, Phase.PACKED]
+    assert memory() is None
+    assert live["b"].progress is kept
+    assert [live[name].progress.num_made for name in "ab"] == [0, 1]
     live.update(message(("a", 500, None)))  # as the second model runner resumes it
     assert live["a"] is before
     live.update(message(finished_req_ids={"b"}))
@@ -97,37 +109,63 @@ def test_a_pause_forgets_what_was_packed_and_summed(pause: dict[str, Any]) -> No
 
 
 def test_what_aborted_prefills_have_shown_ends_with_them() -> None:
-    """Eighty prompts whose windows are half seen, none of which is ever completed."""
+    """Eighty prompts that are half seen, none of which is ever completed."""
     live, seen = LiveRequests(SERVER, BLOCK_SIZE), []
     for index in range(80):
-        live.update(message((f"r{index}", 500, None), finished_req_ids={f"r{index - 1}"}))
-        observer = live[f"r{index}"].observed_by(num_layers=2)
+        new = (f"r{index}", 500, {"kv_eviction": "h2o"})
+        live.update(message(new, finished_req_ids={f"r{index - 1}"}))
+        memory = live[f"r{index}"].remembered_by(num_layers=2)
         query = torch.zeros(5, 4, 16)
-        inputs = ScoringInputs(query, query, query, 1.0)
-        observer.observe(inputs, observer.first_position)
-        seen.append(weakref.ref(observer))
-    del observer
+        memory.observe(ScoringInputs(query, query.transpose(0, 1), query, 1.0), 0)
+        seen.append(weakref.ref(memory))
+    del memory
     assert [reference() is not None for reference in seen] == [False] * 79 + [True]
 
 
-@pytest.mark.parametrize(("method", "first"), [("snapkv", 196), ("h2o", 100)])
+def test_only_the_scheduler_says_that_a_context_was_found() -> None:
+    live = LiveRequests(EvictionConfig(budget=64, context=320), BLOCK_SIZE)
+    first = message(("a", 500, None), ("b", 500, None))
+    for new in first.scheduled_new_reqs:
+        new.num_computed_tokens = 320
+    StepNotice({"a": 320}).add_to(first)
+    assert live.update(first) == [live["a"]]
+    assert [live[name].progress.num_made for name in "ab"] == [1, 0]
+    assert [live[name].progress.num_found for name in "ab"] == [320, 0]
+    again = message(scheduled_cached_reqs=cached({"a": 0, "b": 320}, "a", "b"))
+    StepNotice({"b": 320}).add_to(again)
+    assert live.update(again) == [live["b"]]
+    assert [live[name].progress.num_made for name in "ab"] == [0, 1]
+
+
+def test_new_plans_are_taken_once() -> None:
+    live = LiveRequests(SERVER, BLOCK_SIZE)
+    live.update(message(("a", 500, None), ("b", 500, None)))
+    live.update(message(("c", 400, None), finished_req_ids={"b"}))
+    taken = live.take_new_plans()
+    assert taken == {name: live[name].plan.fingerprint for name in "ac"}
+    assert taken["a"] != taken["c"]
+    live.update(message(preempted_req_ids={"a"}))
+    assert live.take_new_plans() == {}
+
+
+@pytest.mark.parametrize(("method", "first"), [("snapkv", 196), ("h2o", 100), ("layer-probe", 228)])
 def test_sums_need_the_queries_of_all_tokens_and_do_not_let_them_pile_up(
     method: str, first: int
 ) -> None:
     eviction = EvictionConfig(method=method, budget=1.0, decode_budget=128)
-    request = Request.planned(100, BLOCK_SIZE, eviction, 500)
-    assert request.cut is None
+    request = Request(planned(100, BLOCK_SIZE, eviction, 500))
+    cut = request.plan.cuts[0]
+    assert request.border is None
     assert request.num_observed == (100 if method == "h2o" else 0)
-    assert request.first_seen(request.cuts[0]) == first
-    query = SeenQuery(SeenQueries(slice(None), 1), 0)
-    request.num_computed = 132
-    request.seen = dict.fromkeys(range(100, 131), query)
+    assert request.first_query(cut) == first
+    request.come_to(131)
     assert not request.is_behind
-    request.seen[131] = query
+    request.come_to(132)
     assert request.is_behind == (method == "h2o")
-    request.num_computed = request.cuts[0].position  # the round adds them up itself
+    request.come_to(cut.position)  # the round adds them up itself
     assert not request.is_behind
-    assert Request.planned(100, BLOCK_SIZE, eviction, 50).num_observed == 0  # without a round
+    without = Request(planned(100, BLOCK_SIZE, eviction, 50))
+    assert without.num_observed == 0  # without a round
 
 
 def test_rounds_are_due_when_what_comes_before_them_is_computed() -> None:
@@ -135,29 +173,46 @@ def test_rounds_are_due_when_what_comes_before_them_is_computed() -> None:
     new = message(("a", 100, None))
     new.scheduled_new_reqs[0].sampling_params = SamplingParams(max_tokens=500)
     live.update(new)
-    request = live["a"]
-    assert request.cut is None
+    request, planned_cuts = live["a"], live["a"].plan.cuts
+    assert request.border is None
     # 228 tokens hold less than a block more than the budget takes in whole blocks.
-    assert [cut.position for cut in request.cuts] == [228, 356, 484]
+    assert [cut.position for cut in planned_cuts] == [228, 356, 484]
 
     def step(num_computed: int, *resumed: str) -> None:
-        cached = CachedRequestData.make_empty()
-        cached.req_ids, cached.num_computed_tokens = ["a"], [num_computed]
-        cached.resumed_req_ids.update(resumed)
-        live.update(message(scheduled_cached_reqs=cached))
+        live.update(message(scheduled_cached_reqs=cached({"a": num_computed}, *resumed)))
 
     step(227)
-    assert request.due_round is None
-    assert request.next_round == request.cuts[0]
+    assert request.due_cut is None
+    assert request.next_cut is planned_cuts[0]
     step(228)
-    assert request.due_round == request.cuts[0]
-    request.make_round(request.cuts[0])
-    assert request.due_round is None
-    assert request.phase is Phase.PACKED
-    assert request.next_round == request.cuts[1]
-    assert request.num_saved_blocks == request.cuts[0].first_packed
+    assert request.due_cut is planned_cuts[0]
+    complete(request)
+    assert request.due_cut is None
+    assert request.border is request.last_cut is planned_cuts[0]
+    assert request.next_cut is planned_cuts[1]
+    assert request.num_saved_blocks == planned_cuts[0].first_packed
+    live.update(message(preempted_req_ids={"a"}))
+    assert request.due_cut is None  # it waits, and holds nothing
     step(0, "a")
-    assert request.cut is request.due_round is None
+    assert request.border is request.due_cut is None
     assert request.num_saved_blocks == 0
     step(228)
-    assert request.due_round == request.cuts[0]
+    assert request.due_cut is planned_cuts[0]
+
+
+def test_block_tables_are_followed_where_rounds_need_them() -> None:
+    live = LiveRequests(EvictionConfig(budget=1.0, decode_budget=128), BLOCK_SIZE)
+    first = message(("a", 100, None), ("b", 100, None))
+    for new, max_tokens in zip(first.scheduled_new_reqs, (500, 20), strict=True):
+        new.block_ids = ([5, 6, 7, 8],)
+        new.sampling_params = SamplingParams(max_tokens=max_tokens)
+    live.update(first)
+    more = cached({"a": 100, "b": 100})
+    more.new_block_ids = [([9],), ([10],)]
+    live.update(message(scheduled_cached_reqs=more))
+    assert live["a"].progress.block_ids == [5, 6, 7, 8, 9]
+    assert live["b"].progress.block_ids == []  # its answer ends before a round
+    again = cached({"a": 0}, "a")
+    again.new_block_ids = [([3, 2, 1, 4],)]
+    live.update(message(scheduled_cached_reqs=again))
+    assert live["a"].progress.block_ids == [3, 2, 1, 4]

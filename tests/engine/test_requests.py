@@ -13,7 +13,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tests.engine.conftest import EngineFactory
 from vllm_kvselect.engine.frontend.requests import RequestRefusedError, check_request
 
-pytestmark = pytest.mark.engine
 SERVER = {"method": "adakv-perturb", "budget": 128}
 OPEN = SERVER | {"allow_override": ["method", "budget"]}
 SETTINGS: list[dict[str, Any] | None] = [

@@ -18,12 +18,11 @@ from tests.engine.test_unreadable_projections import (  # noqa: F401 (a fixture)
     start,
 )
 from vllm_kvselect.config import ConfigError
+from vllm_kvselect.engine.bind.rotation import _rotation, _UnknownError, find_rotations
 from vllm_kvselect.engine.frontend.requests import RequestRefusedError
-from vllm_kvselect.engine.step.rotation import _rotation, _UnknownError, find_rotations
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.rotation import Rotation
 
-pytestmark = pytest.mark.engine
 REFUSED = "methods that need queries as they were before their positions cannot be used with "
 NUM_HEADS, HEAD_SIZE, LENGTH = 2, 8, 40
 MODEL_CONFIG: Any = SimpleNamespace(
@@ -271,6 +270,8 @@ def test_a_model_whose_rotation_cannot_be_told_serves_other_methods(
         with pytest.raises(RequestRefusedError, match=REFUSED) as caught:
             llm.generate(PROMPT, params("expected-attention"), use_tqdm=False)
         offered = str(caught.value).partition("choose one of ")[2].partition(" (parameter")[0]
-        assert {*offered.split(", ")} == {name for name in METHODS if not METHODS[name].rotation}
+        assert {*offered.split(", ")} == {
+            name for name in METHODS if "rotation" not in METHODS[name].needs
+        }
     finally:
         llm.llm_engine.engine_core.shutdown()

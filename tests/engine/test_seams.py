@@ -43,6 +43,7 @@ WHERE = {
     "GPUModelRunner": V1,
     "GPUModelRunner.attn_groups[..]": "vllm.v1.worker.utils:AttentionGroup",
     "GPUModelRunner.input_batch": "vllm.v1.worker.gpu_input_batch:InputBatch",
+    "GroupCoordinator": "vllm.distributed.parallel_state:GroupCoordinator",
     "KVCacheBlock": "vllm.v1.core.kv_cache_utils:KVCacheBlock",
     "KVCacheManager": "vllm.v1.core.kv_cache_manager:KVCacheManager",
     "KVCacheSpecRegistry": "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry",

@@ -18,9 +18,9 @@ from tests.engine.server import (
     refusal,
 )
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.retention import cuts
+from vllm_kvselect.planning.cuts import cuts
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]  # one server for all
+pytestmark = pytest.mark.xdist_group("server")  # one server for all
 PROMPT_LEN = 1500
 
 

@@ -26,11 +26,11 @@ from tests.engine.server import (
 )
 from vllm_kvselect.cli import app
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.planning.cuts import cuts
 from vllm_kvselect.request import REFUSAL_REASONS
-from vllm_kvselect.retention import cuts
 from vllm_kvselect.top import Snapshot, render
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("server")]  # one server for all
+pytestmark = pytest.mark.xdist_group("server")  # one server for all
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 COUNTERS = ("requests", "dropped_entries", "freed_blocks", "freed_bytes")
 
@@ -206,11 +206,12 @@ def test_metrics_are_named_by_the_rules_of_prometheus(server: str) -> None:
         for name, kind in kinds.items()
         if name.startswith("vllm:kv_eviction_") and not name.endswith("_created")
     }
-    assert len(ours) == 16
+    assert len(ours) == 22
     units = {
         "blocks",
         "bytes",
         "contexts",
+        "cuts",
         "entries",
         "hits",
         "ratio",

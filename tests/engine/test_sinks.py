@@ -16,7 +16,7 @@ from tests.engine.all_methods import (
 from tests.engine.conftest import EngineFactory
 from tests.engine.random_models import random_gpt_oss
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("sinks")]
+pytestmark = pytest.mark.xdist_group("sinks")
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from tests.strategies import many
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.scheduler.sparse_names import sparse_names
-from vllm_kvselect.prefilling.segments import sparse_segments
-from vllm_kvselect.retention import Cuts
+from vllm_kvselect.planning.cuts import Cuts
+from vllm_kvselect.planning.segments import sparse_segments
 
 BLOCK_SIZE, SIZE, DENSE_UNTIL = 2, 4, 4
 FIELDS = {
@@ -26,7 +26,6 @@ configs = st.sampled_from(
         EvictionConfig.parse({**FIELDS, "prefill": "dense"}),
         EvictionConfig.parse({**FIELDS, "prefill": "critiprefill", "prefill_budget": 2}),
         EvictionConfig.parse({**FIELDS, "prefill": "critiprefill", "prefill_budget": 4}),
-        EvictionConfig.parse({**FIELDS, "prefill": "critiprefill", "prefill_coverage": 0.5}),
     ]
 )
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=18)
@@ -46,13 +45,13 @@ def names(prompt: Sequence[int], config: EvictionConfig) -> list[BlockHash]:
 
 def causes(prompt: Sequence[int], config: EvictionConfig) -> list[Hashable]:
     """What each full block's keys and values depend on: the settings count once one is sparse."""
-    least = DENSE_UNTIL if config.prefill_coverage else max(DENSE_UNTIL, config.prefill_budget + 1)
+    least = max(DENSE_UNTIL, config.prefill_budget + 1)
     sparse = [
         start
         for start in range(0, len(prompt), SIZE)
         if config.prefill == "critiprefill" and start >= least and start + SIZE <= len(prompt) - 1
     ]
-    settings = (config.prefill_budget, config.prefill_coverage)
+    settings = config.prefill_budget
     found: list[Hashable] = []
     for end in range(BLOCK_SIZE, len(prompt) + 1, BLOCK_SIZE):
         tokens = tuple(prompt[:end])

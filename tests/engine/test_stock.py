@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.marks import starts_engine
 from vllm_kvselect.machine import dtype_name, fast_dtype
 
-pytestmark = pytest.mark.engine
 GENERATE = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -28,6 +26,7 @@ print(json.dumps(answers))
 """
 
 
+@starts_engine
 def generate(model: Path, prompts: list[list[int]], plugins: str | None, **eviction: Any) -> Any:
     """Answers of a fresh process, after whether the hooks were loaded there."""
     engine: dict[str, Any] = {"model": str(model), "max_model_len": 1024, "enforce_eager": True}

@@ -16,16 +16,15 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 from tests.engine.random_models import SHAPE
 from vllm_kvselect.config import ConfigError
+from vllm_kvselect.engine.bind.output_projection import _named_after_gates
+from vllm_kvselect.engine.bind.trial_run import arguments, in_place_of
 from vllm_kvselect.engine.frontend.requests import (
     RequestRefusedError,
     check_body,
     check_needs,
 )
-from vllm_kvselect.engine.step.output_projection import _named_after_gates
-from vllm_kvselect.engine.step.trial_run import arguments, in_place_of
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.registry import METHODS
 
-pytestmark = pytest.mark.engine
 SIZES = {**SHAPE, "num_hidden_layers": 2, "max_position_embeddings": 512}
 PROMPT = {"prompt_token_ids": list(range(200))}
 REFUSED = "methods that weigh entries by the norms of projected values cannot be used with "

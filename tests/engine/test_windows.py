@@ -21,7 +21,7 @@ from tests.engine.float64 import num_packed, tail_begin
 from tests.engine.random_models import random_gemma3, random_prompts
 from vllm_kvselect.engine.scheduler.block_manager import WindowManager
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("windows")]
+pytestmark = pytest.mark.xdist_group("windows")
 NOTHING_DROPPED = {"kv_eviction": "none"}
 
 

@@ -9,15 +9,14 @@ import torch
 from vllm.config import VllmConfig
 
 from tests.engine import flash_attention
-from tests.engine.cuda_layers import Layers, vllm_config
+from tests.engine.cuda_layers import WIDE, Layers, vllm_config
 from tests.engine.flash_attention import attention
 from tests.engine.test_cuda_backend import eviction, mixed_steps
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.cuda import xformers_attention
 from vllm_kvselect.engine.cuda.xformers_attention import SplitKAttention
 from vllm_kvselect.engine.frontend import checks
-from vllm_kvselect.kernels import cuda
-from vllm_kvselect.kernels.base import REFERENCES, Kernels
+from vllm_kvselect.kernels.base import REFERENCES
 from vllm_kvselect.paging.page_table import PageTable
 
 pytest.importorskip("xformers")
@@ -66,7 +65,7 @@ def test_steps_in_which_every_row_has_one_query_take_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(flash_attention, "DTYPES", {DTYPE})
     layers = Layers(
         eviction(decode_attention="xformers"),
-        Kernels(projected_value_norms=cuda.projected_value_norms),
+        WIDE,
         vllm_config(dtype="float16"),
     )
     layers.atol = 4 * ROUNDING  # of values up to 4
@@ -96,7 +95,7 @@ def test_it_is_refused_where_it_is_not_installed_or_triton_is_too_new(
     releases: dict[str, tuple[int, ...] | None] = {"xformers": None, "triton": (3, 9)}
     monkeypatch.setattr(xformers_attention, "_release", releases.get)
     missing, too_new = xformers_attention.problems(config)
-    assert "pip install 'vllm-kvselect[xformers]'" in missing
+    assert "pip install '.[xformers]' in a checkout" in missing
     assert "pip install 'triton<3.9'" in too_new
 
 

@@ -20,6 +20,9 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends import triton_attn
 
+from tests.kernels import interpreter
+from vllm_kvselect.engine.cuda import triton_attention as ours
+
 OPS = "vllm.v1.attention.ops."
 MODULES = ("triton_attention_helpers", "triton_unified_attention", "triton_reshape_and_cache_flash")
 
@@ -73,10 +76,12 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
     def attention(**given: Any) -> None:
         # Lanes that pad a tile, and rows that pad a batch, divide zero by zero: nobody reads them.
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), interpreter.unchecked():
             unified_attention(**given)
 
     patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # chooses its tiles
     patch.setattr(triton_attn, "current_platform", H100())
+    for module in (triton_attn, ours):  # each has several tiles of a sequence of some 100 tokens
+        patch.setattr(module, "NUM_PAR_SOFTMAX_SEGMENTS", 4)
     patch.setattr(triton_attn, "unified_attention", attention)
     patch.setattr(triton_attn, "triton_reshape_and_cache_flash", reshape_and_cache)

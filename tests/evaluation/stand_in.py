@@ -9,8 +9,8 @@ from threading import Lock, Thread
 from typing import Any
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.planning.cuts import cuts
 from vllm_kvselect.request import RequestError, request_config
-from vllm_kvselect.retention import cuts
 
 BLOCK_SIZE, MAX_MODEL_LEN = 32, 2048
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from vllm_kvselect.analysis.models import load_tokenizer
 from vllm_kvselect.evaluation import off_engine
 from vllm_kvselect.evaluation.scores import Row, rows, scored
 from vllm_kvselect.evaluation.settings import FULL, EvaluationConfig
 from vllm_kvselect.evaluation.suites.needles import needles
+from vllm_kvselect.offline.models import load_tokenizer
 
 CONFIG = EvaluationConfig.parse(
     {

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tests.evaluation.stand_in import BLOCK_SIZE, StandIn, standing_in
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.evaluation import cut_check
 from vllm_kvselect.evaluation.cut_check import CutCheck
+from vllm_kvselect.offline.errors import EvaluationError
 
 SMALL = EvictionConfig(method="snapkv", budget=128)
 FULL = EvictionConfig(method="none")

@@ -13,14 +13,14 @@ pytest.importorskip("lm_eval")
 from lm_eval.tasks import TaskManager
 
 from tests.evaluation.stand_in import StandIn, standing_in
-from vllm_kvselect.analysis.errors import EvaluationError
-from vllm_kvselect.analysis.models import load_tokenizer
 from vllm_kvselect.evaluation import cut_check, harness, harness_tasks
 from vllm_kvselect.evaluation.harness import HarnessScore
 from vllm_kvselect.evaluation.harness_outputs import GENERATES, output_types
 from vllm_kvselect.evaluation.harness_tasks import prepare
 from vllm_kvselect.evaluation.settings import EvaluationConfig
-from vllm_kvselect.retention import cuts
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.models import load_tokenizer
+from vllm_kvselect.planning.cuts import cuts
 
 LISTS = sorted((Path(__file__).parents[2] / "configs" / "evaluation").glob("*.yaml"))
 TASK = """
@@ -169,7 +169,8 @@ def test_every_setting_is_asked_for_and_its_scores_come_back(folder: Path, serve
     for method in ("snapkv", "h2o"):
         for budget in (128, 0.5):
             settings = {"kv_eviction": method, "kv_eviction_budget": budget}
-            asked.append({**settings, "kv_eviction_decode_budget": 0, "kv_prefill": "dense"})
+            settings |= {"kv_eviction_decode_budget": 0, "kv_eviction_prompt_interval": 0}
+            asked.append({**settings, "kv_prefill": "dense"})
     assert [body["vllm_xargs"] for body in bodies] == [each for each in asked for _ in range(5)]
     assert {(b["temperature"], b["max_tokens"], *b["stop"]) for b in bodies} == {(0.0, 16, ".")}
     tokenizer = load_tokenizer("")

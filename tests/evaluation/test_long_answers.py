@@ -4,12 +4,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from vllm_kvselect.analysis.errors import EvaluationError
-from vllm_kvselect.analysis.texts import read_texts
 from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.metrics import LIKE_FULL
 from vllm_kvselect.evaluation.settings import EvaluationConfig
-from vllm_kvselect.evaluation.suites.long_answers import REQUESTS, long_answers
+from vllm_kvselect.evaluation.suites.long_answers import INSTRUCTIONS, long_answers
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.texts import read_texts
 
 
 def examples(tokenizer: PreTrainedTokenizerBase, **values: Any) -> list[Example]:
@@ -23,7 +23,7 @@ def text_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def test_prompt_and_answer_have_the_length(tokenizer: PreTrainedTokenizerBase) -> None:
     found = examples(tokenizer)
-    assert len({example.name for example in found}) == 2 * len(REQUESTS)
+    assert len({example.name for example in found}) == 2 * len(INSTRUCTIONS)
     for example in found:
         assert len(example.prompt) + example.max_tokens == example.length == 1500
         assert example.max_tokens == 256
@@ -36,11 +36,11 @@ def test_prompt_and_answer_have_the_length(tokenizer: PreTrainedTokenizerBase) -
     assert {example.max_tokens for example in found} == {20}
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", INSTRUCTIONS)
 def test_instruction_follows_the_text_in_a_chat(
     name: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    source, instruction = REQUESTS[name]
+    source, instruction = INSTRUCTIONS[name]
     texts = read_texts(source)
     for example in examples(tokenizer, tasks=(name,)):
         text = text_of(example, tokenizer)

@@ -15,13 +15,13 @@ from lm_eval.utils import apply_template
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, PreTrainedTokenizerBase
 
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.metrics import METRICS
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.evaluation.suites import longbench_files
 from vllm_kvselect.evaluation.suites.longbench import METRIC_OF, longbench
 from vllm_kvselect.evaluation.suites.longbench_files import Row, Task
+from vllm_kvselect.offline.errors import EvaluationError
 
 MAX_TOKENS = {
     "narrativeqa": 128, "qasper": 128, "multifieldqa_en": 64, "hotpotqa": 32, "2wikimqa": 32,
@@ -248,7 +248,7 @@ def test_without_the_harness_the_extra_is_named(
     tokenizer: PreTrainedTokenizerBase, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(longbench_files, "find_spec", lambda name: None)
-    with pytest.raises(EvaluationError, match=r"pip install 'vllm-kvselect\[eval\]'"):
+    with pytest.raises(EvaluationError, match=r"pip install '.\[eval\]' in a checkout"):
         examples(tokenizer, folder)
 
 

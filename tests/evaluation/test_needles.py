@@ -1,10 +1,10 @@
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.evaluation.metrics import METRICS
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.evaluation.suites.needles import needles
+from vllm_kvselect.offline.errors import EvaluationError
 
 CONFIG = EvaluationConfig(suite="needles", lengths=(512, 1024), num_examples=5)
 

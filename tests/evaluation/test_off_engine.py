@@ -8,17 +8,17 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.probe_files import probe_of
-from vllm_kvselect.analysis.answers import forced
-from vllm_kvselect.analysis.capture import capture, continue_prompt
-from vllm_kvselect.analysis.errors import EvaluationError
-from vllm_kvselect.analysis.kvzip import kvzip_scores
-from vllm_kvselect.analysis.retained import Prompt, retained_entries
-from vllm_kvselect.analysis.tasks import SCENARIOS, Scenario
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.evaluation import off_engine
 from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.predictions import Prediction, Setting
 from vllm_kvselect.evaluation.settings import FULL, EvaluationConfig
+from vllm_kvselect.offline.answers import forced
+from vllm_kvselect.offline.capture import capture, continue_prompt
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.kvzip import kvzip_scores
+from vllm_kvselect.offline.retained import Prompt, retained_entries
+from vllm_kvselect.offline.tasks import SCENARIOS, Scenario
 
 METHODS = ("snapkv", "layer-thetakv", "random", "layer-probe", "kvzip-perturb")
 MAX_TOKENS = 6

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.evaluation.predictions import Prediction, Setting, read, write
+from vllm_kvselect.offline.errors import EvaluationError
 
 PREDICTION = Prediction(
     example="niah_single_1/2048/0",

@@ -13,7 +13,7 @@ from vllm_kvselect.evaluation import report
 from vllm_kvselect.evaluation.predictions import Prediction
 from vllm_kvselect.evaluation.scores import rows, scored
 from vllm_kvselect.evaluation.settings import EvaluationConfig
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.registry import METHODS
 
 EXAMPLES = EASY + HARD
 RECORD: dict[str, Any] = {
@@ -51,9 +51,12 @@ def test_tables_say_what_counts_and_what_does_not(
         "context-only, 2048 tokens",
     ]
     columns = "easy (n = 4) | hard (n = 4) | mean (n = 4) | minus full"
-    assert f"| method | budget | kept | {columns} | NLL | likeliest |\n" in tables[0]
-    assert "| full cache |  | 100.0% | 100 | (25) | 100.0 |  | 0.500 | 75% |\n" in tables[0]
-    assert "| snapkv | 0.5 | 25.0% | 75 | (25) | 75.0 | -25.0 [-75.0, +0.0] |" in tables[0]
+    assert f"| method | budget | kept | {columns} | NLL | minus full | likeliest |\n" in tables[0]
+    assert "| full cache |  | 100.0% | 100 | (25) | 100.0 |  | 0.500 |  | 75% |\n" in tables[0]
+    assert (
+        "| snapkv | 0.5 | 25.0% | 75 | (25) | 75.0 | -25.0 [-75.0, +0.0] "
+        "| 0.750 | +0.250 [+0.250, +0.250] | 50% |\n"
+    ) in tables[0]
     assert "| kvzip (kvpress) | 0.5 | 25.0% | 50 | (0) | 50.0 | -50.0 [" in tables[2]
     assert "NLL |" not in tables[2]
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.evaluation.suites.ruler import ruler
 from vllm_kvselect.evaluation.suites.ruler_generator import Generator
 from vllm_kvselect.evaluation.suites.ruler_package import PACKAGE, Task, ruler_tasks
+from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.tiny_model import tiny_model
 
 TASKS = (

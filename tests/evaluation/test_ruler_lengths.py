@@ -8,11 +8,11 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.evaluation.suites.ruler import _Suite, ruler
 from vllm_kvselect.evaluation.suites.ruler_generator import Generator, Prompt
 from vllm_kvselect.evaluation.suites.ruler_package import Task, ruler_tasks
+from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.tiny_model import tiny_model
 
 QUESTION = "\nQuestion: which?"

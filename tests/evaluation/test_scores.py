@@ -2,11 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_kvselect.analysis.tasks import Scenario
 from vllm_kvselect.evaluation.examples import Example
+from vllm_kvselect.evaluation.metrics import ENDED, READ_ALONG
 from vllm_kvselect.evaluation.predictions import Budget, Prediction
 from vllm_kvselect.evaluation.scores import Row, rows, scored
 from vllm_kvselect.evaluation.settings import FULL
+from vllm_kvselect.offline.tasks import Scenario
 
 NUM_EXAMPLES = 4
 
@@ -53,8 +54,10 @@ def predicted(
     ]
 
 
-def summary(examples: list[Example], *predictions: list[Prediction]) -> list[Row]:
-    return rows(scored(examples, [each for some in predictions for each in some]))
+def summary(
+    examples: list[Example], *predictions: list[Prediction], against: str = FULL
+) -> list[Row]:
+    return rows(scored(examples, [each for some in predictions for each in some], against))
 
 
 def test_scores_are_averaged_by_task() -> None:
@@ -173,3 +176,49 @@ def test_lengths_are_rows_of_their_own() -> None:
     longer = [example("easy", index, 4096) for index in range(NUM_EXAMPLES)]
     found = summary(EASY + longer, predicted(EASY + longer, "11111100"))
     assert [(each.length, each.scores["easy"]) for each in found] == [(2048, 1.0), (4096, 0.5)]
+
+
+def test_differences_may_be_to_another_method_at_the_same_budget() -> None:
+    found = summary(
+        EASY,
+        predicted(EASY, "1111", nll=0.5),
+        predicted(EASY, "1110", "thetakv", 0.5, nll=0.75),
+        predicted(EASY, "1100", "thetakv", 0.25, nll=1.0),
+        predicted(EASY, "1111", "thetakv:lam=0.0", 0.5, nll=0.5),
+        predicted(EASY, "1101", "thetakv:lam=0.0", 0.25, nll=1.5),
+        against="thetakv",
+    )
+    scores = [each.score and each.score.difference for each in found]
+    assert scores == [None, None, None, 0.25, 0.25]
+    assert [each.nll and each.nll.difference for each in found] == [None, None, None, -0.25, 0.5]
+    assert {each.against for each in found} == {"thetakv"}
+
+
+def test_an_answer_that_is_read_along_scores_by_its_likeliest_tokens() -> None:
+    given = [replace(each, metric=READ_ALONG, references=()) for each in EASY]
+    full, half = summary(
+        given,
+        predicted(given, "0000", nll=0.1, accuracy=0.75),
+        predicted(given, "0000", "snapkv", 0.5, nll=0.2, accuracy=0.5),
+    )
+    assert full.scores == {"easy": 0.75}
+    assert half.score is not None
+    assert (half.score.value, half.score.difference) == (0.5, -0.25)
+
+
+def test_answers_that_a_model_ends_are_counted_and_their_lengths_compared() -> None:
+    told = [replace(each, metric=ENDED, references=()) for each in EASY]
+    full, half = (
+        [replace(each, num_tokens=length) for each, length in zip(some, lengths, strict=True)]
+        for some, lengths in (
+            (predicted(told, "0000"), (4, 4, 2, 4)),
+            (predicted(told, "0000", "snapkv", 1.0), (4, 3, 1, 4)),
+        )
+    )
+    of_full, of_half = summary(told, full, half)
+    assert (of_full.scores, of_half.scores) == ({"easy": 0.25}, {"easy": 0.5})
+    assert of_full.tokens is not None
+    assert of_half.tokens is not None
+    assert (of_full.tokens.value, of_full.tokens.difference) == (3.5, None)
+    assert (of_half.tokens.value, of_half.tokens.difference) == (3.0, -0.5)
+    assert of_half.nll is None

@@ -10,8 +10,6 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from vllm_kvselect.analysis.errors import EvaluationError
-from vllm_kvselect.analysis.tasks import SCENARIOS
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.evaluation import cut_check, off_engine, served
 from vllm_kvselect.evaluation.cut_check import CutCheck
@@ -19,11 +17,16 @@ from vllm_kvselect.evaluation.endpoint import Endpoint, Needs, endpoint, request
 from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.metrics import METRICS
 from vllm_kvselect.evaluation.settings import EvaluationConfig
+from vllm_kvselect.evaluation.suites.given_answers import given_answers
 from vllm_kvselect.evaluation.suites.needles import needles
+from vllm_kvselect.evaluation.suites.own_answers import own_answers
+from vllm_kvselect.evaluation.suites.stories import stories
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.tasks import SCENARIOS
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("evaluation")]  # one server for all
 
-WINDOW, MAX_MODEL_LEN = 48, 1300
+WINDOW, MAX_MODEL_LEN = 48, 1100
 BUDGET = 128
 SMALL = EvictionConfig(method="snapkv", budget=BUDGET, window=WINDOW)
 
@@ -36,7 +39,7 @@ def parse(**values: Any) -> EvaluationConfig:
         "methods": ("snapkv", "layer-thetakv"),
         "budgets": (BUDGET, 0.5),
         "eviction": {"window": WINDOW},
-        "lengths": (700,),
+        "lengths": (450,),
         "num_examples": 5,  # more than are in flight at once
     }
     return EvaluationConfig.parse(given | values)
@@ -45,7 +48,7 @@ def parse(**values: Any) -> EvaluationConfig:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     """The small model as an evaluation serves it, with a window of its own."""
-    config = parse(out=tmp_path_factory.mktemp("server"))
+    config = parse(suite="given-answers", out=tmp_path_factory.mktemp("server"))
     with endpoint(config, Needs(MAX_MODEL_LEN, 12 * MAX_MODEL_LEN)) as found:
         yield found
 
@@ -74,6 +77,63 @@ def test_it_answers_as_the_model_does_off_the_engine(
             assert a.retained == pytest.approx(b.retained, abs=1e-9)
     texts = [{p.text for p in each} for each in found]
     assert max(map(len, texts)) > 1, "no setting changes an answer: nothing is compared"
+
+
+def test_given_answers_are_as_likely_as_off_the_engine(
+    server: Endpoint, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    given = {"suite": "given-answers", "tasks": ("needles",), "num_examples": 1}
+    given |= {"scenarios": SCENARIOS}
+    config = parse(**given, url=server.url)
+    examples = given_answers(config, tokenizer)
+    (found,) = served.answer(config, examples, set())
+    regular, context_only = off_engine.answer(parse(**given, through="model"), examples, set())
+    for a, b in zip(found, regular + context_only, strict=True):
+        assert (a.scenario, a.method, a.budget) == (b.scenario, b.method, b.budget)
+        assert a.nll == pytest.approx(b.nll, abs=1e-3)
+        assert a.accuracy == b.accuracy
+    assert len({p.nll for p in found}) > 3, "no setting changes a likelihood: nothing is compared"
+
+
+def test_own_answers_are_less_likely_where_rounds_drop_at_random(
+    server: Endpoint, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    few = "random:decode_budget=128:decode_interval=64"
+    config = parse(
+        suite="own-answers",
+        url=server.url,
+        tasks=("prose",),
+        lengths=(400,),
+        max_tokens=240,
+        num_examples=1,
+        methods=("random", few),
+        budgets=(1.0,),
+    )
+    ((full, whole, dropped),) = served.answer(config, own_answers(config, tokenizer), set())
+    assert dropped.method == few
+    assert whole.nll == pytest.approx(full.nll, abs=1e-3)
+    assert dropped.nll > full.nll + 0.05
+
+
+def test_stories_are_sampled_and_the_same_every_time(
+    server: Endpoint, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    given = {"suite": "stories", "lengths": (), "num_examples": 2, "max_tokens": 24}
+    config = parse(**given, url=server.url, methods=())
+    told, again = (
+        [p.text for (p,) in served.answer(config, stories(config, tokenizer), set())]
+        for _ in range(2)
+    )
+    assert told == again
+    assert len(set(told)) == 2
+
+
+def test_a_sparse_prefill_drops_nothing(server: Endpoint, examples: list[Example]) -> None:
+    sparse = "none:prefill=critiprefill:prefill_budget=128"
+    config = parse(url=server.url, methods=(sparse,))
+    ((full, found),) = served.answer(config, examples[:1], set())
+    assert (found.method, found.budget, found.retained) == (sparse, None, 1.0)
+    assert found.text == full.text  # the server prefills so few tokens densely
 
 
 def test_what_is_done_is_not_asked_again(server: Endpoint, examples: list[Example]) -> None:
@@ -126,7 +186,7 @@ def test_a_server_that_was_not_asked_to_drop_is_found_out(
     ("values", "reason"),
     [
         ({"budgets": (40,)}, r"refuses .*kv_eviction_budget = 40 retains 40 entries .*at least 80"),
-        ({"lengths": (1400,)}, r"takes 1300 tokens, .*the longest here has 1400"),
+        ({"lengths": (1200,)}, r"takes 1100 tokens, .*the longest here has 1200"),
         ({"eviction": {"alpha": 0.25}}, "alpha belong to the server, and .* does not say what it"),
         ({"eviction": {"window": 128}}, r"see that its window is the one given here with --set"),
         ({"max_tokens": 1}, "answers of needle have one token"),
@@ -156,7 +216,7 @@ def test_lm_evaluation_harness_gets_the_same_answers_and_scores(
         suite="harness",
         url=server.url,
         tasks=(task,),
-        lengths=(512, 1024),
+        lengths=(512, 640),
         num_examples=2,
         max_tokens=24,
         methods=("snapkv",),
@@ -169,14 +229,14 @@ def test_lm_evaluation_harness_gets_the_same_answers_and_scores(
         lines = (tmp_path / "harness" / f"{name}-samples.jsonl").read_text().splitlines()
         samples.append([json.loads(line) for line in lines])
     same = examples_of(task, samples[0], tokenizer)
-    assert [example.length for example in same] == [512, 512, 1024, 1024]
+    assert [example.length for example in same] == [512, 512, 640, 640]
     ours = list(served.answer(config, same, set()))
 
     for index, (scores, logged) in enumerate(zip(theirs, samples, strict=True)):
         answers = [predictions[index] for predictions in ours]
         assert [answer.text for answer in answers] == [each["resps"][0][0] for each in logged]
         scores.sort(key=lambda score: int(score.metric))
-        for score, length in zip(scores, (512, 1024), strict=True):
+        for score, length in zip(scores, (512, 640), strict=True):
             pairs = [each for each in zip(same, answers, strict=True) if each[0].length == length]
             values = [
                 METRICS[example.metric](answer.text, example.references, ())

@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -13,16 +15,20 @@ import psutil
 import pytest
 from rich.console import Console
 
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.evaluation import server
 from vllm_kvselect.evaluation.server import running
+from vllm_kvselect.offline.errors import EvaluationError
 
 STUBBORN = Path(__file__).with_name("stubborn.py")
+# Signals as in a terminal, whatever this process has inherited: `nohup` and a shell's background
+# jobs ignore some of them.
 WAITING = """
-import sys, time
-from rich.console import Console
+import signal, sys, time
 from tests.evaluation.test_server import start
-with start(*sys.argv[1:]):
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL if "hang up" in sys.argv else signal.SIG_IGN)
+with start(*sys.argv[1:3]):
     print("ready", flush=True)
     time.sleep(1000)
 """
@@ -76,12 +82,28 @@ def test_a_server_that_does_not_end_is_ended_with_its_children(
     assert is_gone(name)
 
 
+@contextmanager
+def waiting_for_a_server(
+    port: str, name: str, *options: str
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that waits while its server runs; neither outlives the block."""
+    script = [sys.executable, "-c", WAITING, port, name, *options]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as waiting:
+        try:
+            assert waiting.stdout is not None
+            assert waiting.stdout.readline() == b"ready\n"
+            yield waiting
+        except BaseException:
+            for each in processes(name):
+                each.kill()
+            raise
+        finally:
+            waiting.kill()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_leave_nothing_behind(number: signal.Signals, port: str, name: str) -> None:
-    script = [sys.executable, "-c", WAITING, port, name]
-    with subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as waiting:
-        assert waiting.stdout is not None
-        assert waiting.stdout.readline() == b"ready\n"
+    with waiting_for_a_server(port, name, "hang up") as waiting:
         assert len(processes(name)) == 2
         waiting.send_signal(number)
         time.sleep(1)
@@ -89,6 +111,18 @@ def test_signals_leave_nothing_behind(number: signal.Signals, port: str, name: s
         waiting.send_signal(number)
         status = waiting.wait(10)
     assert status == (-number if number is signal.SIGINT else 128 + number)
+    assert is_gone(name)
+
+
+def test_who_ignores_that_the_terminal_closes_goes_on(port: str, name: str) -> None:
+    with waiting_for_a_server(port, name) as waiting:
+        waiting.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert len(processes(name)) == 2
+        for _ in range(2):  # the second time it does not wait for the server, which does not end
+            waiting.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+        assert waiting.wait(10) == 128 + signal.SIGTERM
     assert is_gone(name)
 
 

@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.evaluation.predictions import Setting
 from vllm_kvselect.evaluation.settings import FULL, EvaluationConfig
+from vllm_kvselect.offline.errors import EvaluationError
 
 
 def parse(**values: Any) -> EvaluationConfig:
@@ -29,6 +29,35 @@ def test_further_fields_reach_every_method() -> None:
     assert {(each.window, each.alpha) for each in config.evictions()} == {(8, 0.25)}
 
 
+def test_a_method_may_have_a_field_changed() -> None:
+    config = parse(methods=("thetakv", "thetakv:lam=0.0:alpha=1.0"), eviction={"alpha": 0.25})
+    assert [(each.lam, each.alpha) for each in config.evictions()] == [(1.0, 0.25)] * 3 + [
+        (0.0, 1.0)
+    ] * 3
+    names = [each.method for each in config.settings("regular")]
+    assert names == [FULL] + ["thetakv"] * 3 + ["thetakv:lam=0.0:alpha=1.0"] * 3
+
+
+def test_without_eviction_there_is_one_setting_whatever_the_budgets() -> None:
+    sparse = "none:prefill=critiprefill:prefill_budget=512"
+    config = parse(methods=("none", sparse), through="engine")
+    assert config.settings("regular") == [
+        Setting("regular", FULL, None, "engine"),
+        Setting("regular", sparse, None, "engine"),
+    ]
+    assert [(each.enabled, each.prefill_budget) for each in config.evictions()] == [(False, 512)]
+
+
+def test_a_peer_has_methods_of_its_own() -> None:
+    config = parse(methods=("kvzip", "adakv-snapkv"), budgets=(0.5, 64), through="kvpress")
+    assert config.settings("context-only")[:3] == [
+        Setting("context-only", FULL, None, "kvpress"),
+        Setting("context-only", "kvzip", 0.5, "kvpress"),
+        Setting("context-only", "kvzip", 64, "kvpress"),
+    ]
+    assert config.evictions() == []
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -42,8 +71,40 @@ def test_further_fields_reach_every_method() -> None:
             {"suite": "harness", "through": "engine", "scenarios": ("context-only",)},
             "does not tell texts and questions apart",
         ),
+        (
+            {"suite": "harness", "through": "engine", "methods": ("knorm",), "against": "knorm"},
+            "leave out --against",
+        ),
         ({"eviction": {"context": 500}}, "add --scenarios context-only"),
         ({"suite": "harness"}, "add --through engine"),
+        ({"methods": ("thetakv:context=500",)}, "add --scenarios context-only"),
+        ({"methods": ("thetakv:lam",)}, "'lam' is not of the form name=value"),
+        ({"methods": ("thetakv",), "against": "snapkv"}, "add it to --methods"),
+        ({"methods": ("none:prefill=critiprefill",)}, "add --through engine"),
+        ({"methods": ("snapkv",), "eviction": {"decode_budget": 64}}, "add --through engine"),
+        (
+            {"methods": ("thetakv:lam=0.0",), "through": "engine"},
+            "give it to the server with --set",
+        ),
+        (
+            {"methods": ("snapkw",), "through": "kvpress"},
+            "kvpress has no method 'snapkw'",
+        ),
+        ({"methods": ("keydiff",), "through": "openvino"}, "openvino has no method 'keydiff'"),
+        (
+            {"methods": ("snapkv",), "through": "kvpress", "eviction": {"window": 8}},
+            "changes our methods",
+        ),
+        (
+            {"methods": ("openvino",), "through": "openvino", "scenarios": ("context-only",)},
+            "cannot compress a text apart",
+        ),
+        (
+            {"methods": ("openvino",), "through": "openvino", "suite": "given-answers"},
+            "does not tell likelihoods",
+        ),
+        ({"suite": "own-answers"}, "add --through engine"),
+        ({"suite": "stories", "through": "kvpress", "methods": ("knorm",)}, "--through engine"),
         ({"url": "http://localhost:8000"}, "add --through engine"),
     ],
 )

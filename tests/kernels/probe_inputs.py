@@ -26,15 +26,14 @@ def rotated_by(kind: str, head_size: int) -> Rotation | None:
 
 
 def probe_inputs(shape: Shape, seed: int, dtype: torch.dtype, kind: str) -> ScoringInputs:
-    """Queries, keys and values as a fused projection writes them: parts of the same rows."""
+    """Keys and values as a fused projection writes them: parts of the same rows."""
     layer = random_layer(shape, seed, dtype)
     # [num_kv_heads, num_tokens, head_size] -> [num_tokens, num_kv_heads, head_size]
-    parts = layer.prompt_query, *(part.transpose(0, 1) for part in (layer.key, layer.value))
-    fused = torch.cat(parts, dim=1)
-    query, key, value = fused.split((shape.num_heads, *[shape.num_kv_heads] * 2), dim=1)
-    tensors = query, key.transpose(0, 1), value.transpose(0, 1)
+    fused = torch.cat([part.transpose(0, 1) for part in (layer.key, layer.value)], dim=1)
+    key, value = (part.transpose(0, 1) for part in fused.split(shape.num_kv_heads, dim=1))
     rotation = rotated_by(kind, shape.head_size)
-    return ScoringInputs(*tensors, shape.scale, rotation=rotation, probe=layer.probe)
+    no_query = fused[:0, :0]
+    return ScoringInputs(no_query, key, value, shape.scale, rotation=rotation, probe=layer.probe)
 
 
 def check_imitated(scores: torch.Tensor, inputs: ScoringInputs, first_position: int) -> None:
@@ -44,7 +43,7 @@ def check_imitated(scores: torch.Tensor, inputs: ScoringInputs, first_position: 
     at most twice its larger channel before the rotation. An exponential is off, relatively, by as
     much as its argument, and by an eps of its own.
     """
-    names = ("query", "key", "value", "probe")
+    names = ("key", "value", "probe")
     exact = replace(inputs, **{name: getattr(inputs, name).double() for name in names})
     expected = imitated_scores(exact, first_position)
     assert scores.dtype == torch.float32

@@ -13,7 +13,14 @@ from tests.oracle.allocation import (
 )
 from tests.oracle.attention import attend, decode_attention, dot, softmax, window_attention
 from tests.oracle.page_table import Row, packed_places, page_row
-from tests.oracle.retain import QUERY_AGNOSTIC, LayerInputs, Retained, retain, retain_uneven
+from tests.oracle.retain import (
+    QUERY_AGNOSTIC,
+    LayerInputs,
+    Retained,
+    base_of,
+    retain,
+    retain_uneven,
+)
 from tests.oracle.scores import (
     defensive_scores,
     expected_attention,
@@ -49,6 +56,7 @@ __all__ = [
     "Vector",
     "adaptive_pages",
     "attend",
+    "base_of",
     "best_first",
     "decode_attention",
     "defensive_scores",

@@ -53,15 +53,3 @@ def _channelwise(pick: type[max] | object, vectors: Sequence[Vector]) -> list[fl
 def most_critical(shares: Sequence[float], count: int) -> set[int]:
     """The blocks with the largest shares."""
     return set(sorted(range(len(shares)), key=lambda index: -shares[index])[:count])
-
-
-def covering(shares: Sequence[float], coverage: float) -> set[int]:
-    """The fewest blocks with the largest shares that have so much together."""
-    chosen: set[int] = set()
-    total = 0.0
-    for index in sorted(range(len(shares)), key=lambda index: -shares[index]):
-        if total >= coverage:
-            break
-        chosen.add(index)
-        total += shares[index]
-    return chosen

@@ -33,7 +33,8 @@ class LayerInputs(NamedTuple):
 
     `frequencies` are the angles by which positions rotate pairs of channels, if they do, and
     `probe[feature][kv_head]` is the layer's probe, `replayed[kv_head][token]` what a replay paid,
-    `received[kv_head][token]` what all queries so far paid, where that is not asked of `query`.
+    `numbers[kv_head][token]` what all queries so far paid, or what the probe said when the token
+    first competed, where that is not asked of `query` and of places.
     """
 
     query: Cube
@@ -44,7 +45,7 @@ class LayerInputs(NamedTuple):
     frequencies: Vector = ()
     probe: Matrix = ()
     replayed: Matrix = ()
-    received: Matrix = ()
+    numbers: Matrix = ()
 
 
 class Retained(NamedTuple):
@@ -118,13 +119,11 @@ def retain_uneven(
     block_size: int,
     config: EvictionConfig,
     first_layer: int = 0,
-    num_kept: Sequence[Sequence[int]] | None = None,
 ) -> Retained:
     """The same for heads that hold different numbers of entries, all up to the latest ones.
 
     `layers[layer][head]` is a head alone. Its tokens are counted so that those of all heads end
-    at `num_tokens`; where a head has none, it scores minus infinity. Of its first tokens
-    `num_kept[layer][head]` are retained whatever they score.
+    at `num_tokens`; where a head has none, it scores minus infinity.
     """
     base = base_of(config.method)
     is_one_stage = base in QUERY_AGNOSTIC
@@ -140,9 +139,6 @@ def retain_uneven(
             )
             if base == "random":  # the only rule to which it matters which head it is
                 row = random_scores(config.seed, i, place + 1, competing)[place]
-            if num_kept is not None:
-                kept = num_kept[i - first_layer][place]
-                row, weights = ([inf] * kept + list(r[kept:]) for r in (row, weights))
             rows.append(row)
             norms_of = value_l2_norms if is_one_stage else value_norms
             (norms,) = norms_of(head.value, head.output_projection)
@@ -162,10 +158,11 @@ def retain_uneven(
     has_products = config.method.endswith("-perturb") or base == "thetakv"
     is_ranked_by_products = has_products and (is_one_stage or base == "thetakv")
     ranking = products if is_ranked_by_products else scores
+    raised = first_pages_first(ranking, block_size)
     if base in ("adakv", "thetakv") or config.method.startswith("ada-"):
-        pages = adaptive_pages(ranking, num_packed, block_size, config.safeguard, "minimum")
+        pages = adaptive_pages(raised, num_packed, block_size, config.safeguard, "minimum")
     elif config.method.startswith("layer-"):
-        pages = adaptive_pages(ranking, num_packed, block_size, 0.0, "minimum")
+        pages = adaptive_pages(raised, num_packed, block_size, 0.0, "minimum")
     else:
         pages = [num_packed] * len(ranking)
     budgets = [block_size * count for count in pages]
@@ -191,8 +188,8 @@ def stage_1_scores(
         return [[-order.index(token) for token in range(num_scored)]] * len(key)
     if base == "random":
         return random_scores(config.seed, index, len(key), num_scored)
-    if base == "h2o" and layer.received:
-        return [row[:num_scored] for row in layer.received]
+    if base in ("h2o", "probe") and layer.numbers:
+        return [row[:num_scored] for row in layer.numbers]
     if base == "h2o":
         return h2o_scores(query, key, scale, config.window, sinks)
     if base == "keydiff":
@@ -206,7 +203,7 @@ def stage_1_scores(
         of_values = not config.method.endswith("-perturb")
         return expected_attention_scores(attention, layer.value, *options, of_values)
     if base == "probe":
-        of_tokens = (query, key, layer.value, layer.probe, layer.frequencies)
+        of_tokens = (key, layer.value, layer.probe, layer.frequencies)
         return probe_scores(*of_tokens, config.window, config.num_sinks)
     if base == "kvzip":
         paid = [row[:num_scored] for row in layer.replayed]

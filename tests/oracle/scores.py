@@ -211,7 +211,6 @@ def expected_attention_scores(
 
 
 def probe_scores(
-    query: Cube,
     key: Cube,
     value: Cube,
     probe: Matrix,
@@ -221,20 +220,17 @@ def probe_scores(
 ) -> list[list[float]]:
     """What a linear map says of each token; the first tokens before all others.
 
-    `query[position][head]`. A KV head's map reads the queries of its group and its key, turned back
-    by their position, its value, and 1: `probe[feature][kv_head]`. Of equal tokens the later one
-    is a little above the earlier one.
+    A KV head's map reads its key, turned back by its position, its value, and 1:
+    `probe[feature][kv_head]`. Of equal tokens the later one is a little above the earlier one.
     """
-    group = len(query[0]) // len(key)
     scores = []
     for kv_head, (keys, values) in enumerate(zip(key, value, strict=True)):
         weights = [row[kv_head] for row in probe]
         scores.append([])
         for t in range(min(len(keys) - window, len(values))):
             back = [rect(1, -t * angle) for angle in frequencies]
-            members = query[t][kv_head * group : (kv_head + 1) * group]
-            features = [x for vector in (*members, keys[t]) for x in turned(vector, back)]
-            logarithm = dot([*features, *values[t], 1.0], weights) + t / 2**18
+            features = [*turned(keys[t], back), *values[t], 1.0]
+            logarithm = dot(features, weights) + t / 2**18
             scores[-1].append(inf if t < num_sinks else exp(logarithm))
     return scores
 

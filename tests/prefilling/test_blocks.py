@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.oracle import prefill as oracle
 from tests.strategies import kv_heads, seeds, some
-from vllm_kvselect.prefilling.blocks import ChosenBlocks, covering, most_critical, segment_pages
+from vllm_kvselect.prefilling.blocks import ChosenBlocks, most_critical, segment_pages
 
 
 def random_shares(
@@ -48,24 +48,6 @@ def test_the_most_critical_blocks_are_read(
             # Shares that vanish are equal: any of them may be taken.
             expected = oracle.most_critical(row, count)
             assert sorted(row[b] for b in found) == sorted(row[b] for b in expected)
-
-
-@some
-@given(
-    seed=seeds,
-    num_before=borders,
-    num_kv_heads=kv_heads,
-    coverage=st.sampled_from((0.1, 0.5, 0.9, 0.999)),
-)
-def test_as_many_blocks_are_read_as_cover_the_share(
-    seed: int, num_before: list[int], num_kv_heads: int, coverage: float
-) -> None:
-    shares = random_shares(seed, num_before, num_kv_heads, num_before[-1])
-    chosen = sets_of(covering(shares, torch.tensor(num_before), coverage))
-    for segment, before in enumerate(num_before):
-        for head in range(num_kv_heads):
-            row = shares[segment, head, :before].tolist()
-            assert chosen[segment][head] == oracle.covering(row, coverage)
 
 
 @some

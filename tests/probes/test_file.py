@@ -7,9 +7,7 @@ from safetensors.torch import load_file, save_file
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.probes.file import ModelFacts, Probe, ProbeFacts, QualityFacts
 
-MODEL = ModelFacts(
-    name="small", fingerprint="ab12", num_layers=2, num_heads=4, num_kv_heads=2, head_size=8
-)
+MODEL = ModelFacts(name="small", fingerprint="ab12", num_layers=2, num_kv_heads=2, head_size=8)
 FACTS = ProbeFacts(
     written_by="1.2.3",
     model=MODEL,
@@ -22,6 +20,9 @@ FACTS = ProbeFacts(
         overlap=0.7,
     ),
 )
+
+
+AGAIN = "make it with `vllm-kvselect calibrate some/model`"
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_what_is_written_is_read(probe: Probe, tmp_path: Path) -> None:
 
 
 def test_a_missing_file_says_how_to_make_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no file .*none; make it with vllm-kvselect calib"):
+    with pytest.raises(ConfigError, match=r"no file .*none; make it with `vllm-kvselect calib"):
         Probe.load(tmp_path / "none")
 
 
@@ -66,7 +67,7 @@ def test_other_safetensors_files_are_refused(probe: Probe, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        (FACTS.model_dump_json().replace('"version":1', '"version":2'), "version: Input should"),
+        (FACTS.model_dump_json().replace('"version":2', '"version":1'), "version: Input should"),
         (FACTS.model_dump_json().replace('"overlap"', '"share"'), r"quality\.overlap: Field req"),
         ("", "Invalid JSON"),
     ],
@@ -74,17 +75,17 @@ def test_other_safetensors_files_are_refused(probe: Probe, tmp_path: Path) -> No
 def test_other_versions_are_refused(probe: Probe, tmp_path: Path, facts: str, reason: str) -> None:
     names = {"format": "vllm-kvselect-probe", "facts": facts}
     path = rewritten(tmp_path / "probe", probe.weights, **names)
-    with pytest.raises(ConfigError, match=f"another version than 1 .*{reason}"):
-        Probe.load(path)
+    with pytest.raises(ConfigError, match=f"another version than 2 .*{reason}.*; {AGAIN} anew"):
+        Probe.load(path, "some/model")
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(2, 32, 2), torch.zeros(MODEL.shape).double()])
+@pytest.mark.parametrize("wrong", [torch.zeros(2, 16, 2), torch.zeros(MODEL.shape).double()])
 def test_weights_of_another_shape_or_type_are_refused(
     probe: Probe, tmp_path: Path, wrong: torch.Tensor
 ) -> None:
     path = tmp_path / "probe"
     probe._replace(weights=wrong).save(path)
-    with pytest.raises(ConfigError, match=r"needs float32 of \(2, 33, 2\)"):
+    with pytest.raises(ConfigError, match=r"needs float32 of \(2, 17, 2\)"):
         Probe.load(path)
 
 

@@ -1,11 +1,14 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from vllm_kvselect.config import ConfigError
-from vllm_kvselect.probes.fingerprint import fingerprint
+from vllm_kvselect.probes import fingerprint as module
+from vllm_kvselect.probes.fingerprint import fingerprint, full_fingerprint
 
 
 def test_a_copy_has_the_same_in_one_file_or_many(
@@ -61,3 +64,50 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ConfigError, match=r"has no \.safetensors files"):
         fingerprint(str(tmp_path))
+
+
+def test_the_full_one_knows_every_tensor_and_no_file(
+    llama: PreTrainedModel, llama_folder: Path, tmp_path: Path
+) -> None:
+    own = full_fingerprint(str(llama_folder))
+    llama.save_pretrained(tmp_path / "many", max_shard_size="100KB")
+    assert full_fingerprint(str(tmp_path / "many")) == own
+    found = {own}
+    for name, tensor in llama.state_dict().items():
+        weights = {**llama.state_dict(), name: tensor + 1e-3}
+        llama.save_pretrained(tmp_path / name, state_dict=weights)
+        found.add(full_fingerprint(str(tmp_path / name)))
+    assert len(found) == 1 + len(llama.state_dict())
+
+
+def test_the_full_one_reads_some_rows_of_a_matrix(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole: list[tuple[int, ...]] = []
+
+    class Recorded:
+        """A file that takes note of what is read whole."""
+
+        def __init__(self, path: Path, framework: str) -> None:
+            self._opened = safe_open(path, framework=framework)
+
+        def __enter__(self) -> "Recorded":
+            self._file = self._opened.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self._opened.__exit__(*error)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            tensor: torch.Tensor = self._file.get_tensor(name)
+            whole.append(tuple(tensor.shape))
+            return tensor
+
+    expected = full_fingerprint(str(llama_folder))
+    monkeypatch.setattr(module, "safe_open", Recorded)
+    assert full_fingerprint(str(llama_folder)) == expected
+    assert whole
+    assert all(len(shape) == 1 for shape in whole)

@@ -17,5 +17,5 @@ def test_the_small_models_probe_is_found_without_any_file_of_the_users(
     probe, path = find_probe(model, fingerprint(model), None)
     assert path.parent.name == "shipped"
     assert probe.facts.model.name == NAME
-    assert probe.facts.quality.correlation > 0.9
+    assert probe.facts.quality.correlation > 0.89
     assert probe.weights.isfinite().all()

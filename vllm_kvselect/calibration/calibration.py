@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_kvselect import __version__
-from vllm_kvselect.analysis.models import load_model, load_tokenizer, model_folder
 from vllm_kvselect.calibration.fit import fit
 from vllm_kvselect.calibration.settings import CalibrationConfig
+from vllm_kvselect.offline.models import load_model, load_tokenizer, model_folder
 from vllm_kvselect.probes.file import ModelFacts, Probe, ProbeFacts, QualityFacts
 from vllm_kvselect.probes.fingerprint import fingerprint
 from vllm_kvselect.probes.places import default_path
@@ -69,7 +69,6 @@ def model_facts(model: "PreTrainedModel", name: str) -> ModelFacts:
         name=Path(name).name or NAME,
         fingerprint=fingerprint(model_folder(name)),
         num_layers=shape.num_hidden_layers,
-        num_heads=shape.num_attention_heads,
         num_kv_heads=getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads,
         head_size=head_size,
     )

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from vllm_kvselect.analysis.command import parts
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.calibration.settings import CalibrationConfig
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.parsing import parts
 
 _DEFAULTS = CalibrationConfig()
 
@@ -33,7 +33,7 @@ def calibrate(
         typer.Option(help="File to write.", show_default="one in the cache, named by the model"),
     ] = None,
 ) -> None:
-    """Fit a probe: what KVzip would retain, told from each token's own query, key and value.
+    """Fit a probe: what KVzip would retain, told from each token's own key and value.
 
     KVzip runs a model twice over a text to see what is worth keeping, whatever is asked later. The
     probe says nearly the same at almost no cost. It is fitted once per model, and the file written
@@ -45,7 +45,7 @@ def calibrate(
     try:
         from vllm_kvselect.calibration.calibration import calibrated
     except ModuleNotFoundError as error:
-        remedy = "pip install 'vllm-kvselect[eval]'"
+        remedy = "pip install '.[eval]' in a checkout"
         raise EvaluationError(f"the calibration needs {error.name}: {remedy}") from None
 
     started = time.perf_counter()

@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from vllm_kvselect.analysis.tasks import TASKS
-from vllm_kvselect.analysis.texts import read_texts
-from vllm_kvselect.calibration.settings import KINDS, CalibrationConfig
+from vllm_kvselect.calibration.settings import CalibrationConfig
+from vllm_kvselect.offline.kinds import cases_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,10 +34,8 @@ def contexts_left_out(
 def _contexts(
     tokenizer: "PreTrainedTokenizerBase", config: CalibrationConfig, num_texts: int, seed: int
 ) -> list[list[int]]:
-    by_kind = []
-    for kind in config.texts:
-        task, source = KINDS.get(kind, ("passage", kind))
-        texts = [] if source is None else read_texts(source)
-        cases = TASKS[task](tokenizer, texts, num_texts, config.length, seed)
-        by_kind.append([case.context for case in cases])
+    by_kind = [
+        [case.context for case in cases_of(tokenizer, kind, num_texts, config.length, seed)]
+        for kind in config.texts
+    ]
     return [context for turn in zip(*by_kind, strict=True) for context in turn]

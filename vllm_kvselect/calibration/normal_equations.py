@@ -44,7 +44,7 @@ class NormalEquations:
 
         The penalty is the sum of a head's squared weights, that of the constant aside, so that
         targets may have any mean. It keeps the answer unique where features depend on each other,
-        as queries, keys and values do: all are maps of the same hidden state.
+        as keys and values do: all are maps of the same hidden state.
 
         Args:
             ridge: Factor of the penalty, in units of the head's mean sum of squares of a feature.

@@ -5,16 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_kvselect.analysis.parsing import parsed
-
-KINDS: dict[str, tuple[str, str | None]] = {
-    "prose": ("passage", "sotu"),
-    "code": ("passage", "stdlib"),
-    "needles": ("needle", "sotu"),
-    "pairs": ("pairs", None),
-}
-"""Kinds of texts: `(task, source)`, names of `analysis/tasks.py` and `analysis/texts.py`;
-None for a task that makes up its texts."""
+from vllm_kvselect.offline.kinds import KINDS
+from vllm_kvselect.offline.parsing import parsed
 
 
 class CalibrationConfig(BaseModel):

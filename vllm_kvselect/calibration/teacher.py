@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_kvselect.analysis.capture import capture
-from vllm_kvselect.analysis.errors import EvaluationError
-from vllm_kvselect.analysis.kvzip import Replay, kvzip_scores
-from vllm_kvselect.analysis.rotations import UnknownRotation
 from vllm_kvselect.calibration.settings import CalibrationConfig
+from vllm_kvselect.offline.capture import capture
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.kvzip import Replay, kvzip_scores
+from vllm_kvselect.offline.rotations import UnknownRotation
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.probe import probe_features
 
@@ -43,8 +43,8 @@ def samples(
     for layer, of_layer in zip(layers, scores, strict=True):
         if isinstance(layer.rotation, UnknownRotation):
             raise EvaluationError(
-                "a probe reads queries and keys as they were before their positions, and of this "
-                f"model they are not known: {layer.rotation.reason}"
+                "a probe reads keys as they were before their positions, and of this model "
+                f"they are not known: {layer.rotation.reason}"
             )
         inputs = ScoringInputs(
             layer.query, layer.key, layer.value, layer.scale, rotation=layer.rotation

@@ -1,12 +1,27 @@
 """Which models eviction serves: what their configs say, and what their loaded layers say."""
 
 from vllm.config import ModelConfig, VllmConfig
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine.scheduler.spec import OTHER_OPTIONS, HeadwiseSpec, WindowSpec
+from vllm_kvselect.engine.scheduler.spec import (
+    OTHER_OPTIONS,
+    Bystander,
+    HeadwiseSpec,
+    StateSpec,
+    WindowSpec,
+)
 
 _FULL_OR_SLIDING = ("full_attention", "sliding_attention")
+_FULL = ("attention", "full_attention", "hybrid")
+"""Names of full attention, alone or beside a state, in configs of models that keep states."""
+_STATES = ("conv", "linear_attention", "mamba", "mlp", "moe")
+"""Names of the other layers there, those with nothing to keep among them."""
+_UNTRIED_STATES = {
+    MambaAttentionBackendEnum.MAMBA1: "the first Mamba's states",
+    MambaAttentionBackendEnum.LINEAR: "lightning attention",
+}
 _WINDOW_FIELDS = (
     "sliding_window",
     "hybrid_layer_pattern",  # MiMo-V2
@@ -20,6 +35,8 @@ def layer_types(vllm_config: VllmConfig) -> list[str]:
     """Kinds of attention of the model's layers, in order, by Hugging Face's names."""
     model = vllm_config.model_config
     num_layers = model.get_total_num_hidden_layers()
+    if model.is_hybrid:
+        return _hybrid_layer_types(model)
     if vllm_config.cache_config.sliding_window is not None:  # set only where every layer slides
         return ["sliding_attention"] * num_layers
     listed = getattr(model.hf_text_config, "layer_types", None) or ["full_attention"] * num_layers
@@ -27,6 +44,13 @@ def layer_types(vllm_config: VllmConfig) -> list[str]:
         # No window to slide, whatever the layer is called.
         listed = ["full_attention" if kind == "sliding_attention" else kind for kind in listed]
     return list(listed[:num_layers])
+
+
+def _hybrid_layer_types(model: ModelConfig) -> list[str]:
+    """Of a model that keeps states in some layers; one may have attention beside them."""
+    listed = getattr(model.hf_text_config, "layers_block_type", None)
+    listed = listed or getattr(model.hf_text_config, "layer_types", None) or ()
+    return ["full_attention" if kind in _FULL else kind for kind in listed]
 
 
 def _window_fields(model: ModelConfig) -> list[str]:
@@ -54,14 +78,17 @@ def model_problems(vllm_config: VllmConfig) -> list[str]:
     reasons = {
         "uses MLA, whose cache has no entries per KV head": model.use_mla,
         "has no attention layers": model.is_attention_free,
-        "mixes attention with state-space or linear-attention layers": model.is_hybrid,
         "is an encoder-decoder": model.is_encoder_decoder,
         "does not generate text (pooling)": model.runner_type != "generate",
         "has no layers with full attention, the only ones that drop entries": "full_attention"
         not in types
         and not windows,
-        f"has layers other than full attention and sliding windows "
-        f"({', '.join(sorted(types))})": not types <= {*_FULL_OR_SLIDING}
+        f"has layers other than full attention and states "
+        f"({', '.join(sorted(types))})": model.is_hybrid
+        and not types <= {"full_attention", *_STATES},
+        f"has layers other than full attention and sliding windows ({', '.join(sorted(types))})": (
+            not model.is_hybrid and not types <= {*_FULL_OR_SLIDING}
+        )
         or model.attention_chunk_size is not None
         or model.rswa_window is not None,
         f"has no layer_types in its config, and may give some of its layers a sliding window by "
@@ -75,20 +102,35 @@ def model_problems(vllm_config: VllmConfig) -> list[str]:
     ]
 
 
-def window_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
-    """What stands against sliding windows beside full attention."""
-    if "sliding_attention" not in layer_types(vllm_config):
-        return []
+def bystander_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    """What stands against layers that drop nothing, beside full attention."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    kind = "state-space and linear-attention layers"
+    if not model.is_hybrid:
+        if "sliding_attention" not in layer_types(vllm_config):
+            return []
+        kind = "sliding windows"
     problems = []
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         problems.append(
-            "sliding windows beside full attention need vLLM's hybrid KV cache manager; leave "
+            f"{kind} beside full attention need vLLM's hybrid KV cache manager; leave "
             "--disable-hybrid-kv-cache-manager out"
         )
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        problems.append("sliding windows and pipeline parallelism together are not supported")
-    if eviction.check_integrity:
-        problems.append("check_integrity does not know sliding windows; leave it out")
+        problems.append(f"{kind} and pipeline parallelism together are not supported")
+    if not model.is_hybrid:
+        return problems
+    features = {
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "sparse prefill": eviction.may_prefill_sparsely,
+        f"--mamba-cache-mode {cache.mamba_cache_mode}": cache.mamba_cache_mode == "all",
+        "--prefix-match-unit": cache.prefix_match_unit is not None,
+    }
+    problems += [
+        f"{name} was not tried beside state-space and linear-attention layers; leave it out"
+        for name, on in features.items()
+        if on
+    ]
     return problems
 
 
@@ -114,8 +156,8 @@ def refuse_mixed_groups(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig)
 
     One block manager, and it is ours, must plan for all layers that drop entries: vLLM gives layers
     of different shapes a manager of its own, which would free nothing and hash blocks that the
-    workers overwrite. Layers with a sliding window may have groups beside, where the model's config
-    says so: what the windows exclude was checked there.
+    workers overwrite. Layers with a sliding window or a state may have groups beside, with blocks
+    of any size, where the model's config says so: what they exclude was checked there.
 
     Args:
         kv_cache_config: How vLLM grouped the layers.
@@ -123,22 +165,30 @@ def refuse_mixed_groups(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig)
 
     Raises:
         ConfigError: If full-attention layers are in several groups, a group is not ours, or config
-            and layers disagree on sliding windows.
+            and layers disagree on those that drop nothing.
     """
-    block_size = vllm_config.cache_config.block_size
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     full = [spec for spec in specs if isinstance(spec, HeadwiseSpec)]
-    are_known = all(isinstance(spec, HeadwiseSpec | WindowSpec) for spec in specs)
-    if len(full) != 1 or not are_known or any(spec.block_size != block_size for spec in specs):
+    are_known = all(isinstance(spec, HeadwiseSpec | Bystander) for spec in specs)
+    if len(full) != 1 or not are_known:
         made = ", ".join(f"{type(spec).__name__} of {spec.block_size} tokens" for spec in specs)
         raise ConfigError(
-            f"kv_eviction needs full-attention layers of one shape in one KV cache group with "
-            f"blocks of {block_size} tokens, but vLLM made {made}; serve this model without "
-            "--kv-eviction"
+            f"kv_eviction needs full-attention layers of one shape in one KV cache group, but vLLM "
+            f"made {made}; serve this model without --kv-eviction"
         )
-    has_windows = any(isinstance(spec, WindowSpec) for spec in specs)
-    if has_windows != ("sliding_attention" in layer_types(vllm_config)):
-        raise ConfigError(
-            f"the config of model {vllm_config.model_config.model!r} (layer_types) and its loaded "
-            "layers disagree on which of them have a sliding window; serve it without --kv-eviction"
-        )
+    model = vllm_config.model_config
+    for kind, spec_class, is_expected in (
+        ("have a sliding window", WindowSpec, "sliding_attention" in layer_types(vllm_config)),
+        ("keep a state", StateSpec, model.is_hybrid),
+    ):
+        if any(isinstance(spec, spec_class) for spec in specs) != is_expected:
+            raise ConfigError(
+                f"the config of model {model.model!r} (layer_types) and its loaded layers disagree "
+                f"on which of them {kind}; serve it without --kv-eviction"
+            )
+    for spec in specs:
+        if isinstance(spec, StateSpec) and spec.mamba_type in _UNTRIED_STATES:
+            raise ConfigError(
+                f"kv_eviction was not tried beside layers with {_UNTRIED_STATES[spec.mamba_type]}; "
+                "serve this model without --kv-eviction"
+            )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -20,6 +21,8 @@ class Platform:
             taken where the user names none.
         block_multiple: Tokens by which a block size must be divisible.
         default_block_size: Block size where the user names none; None leaves it to vLLM.
+        page_size: Entries per page, whatever the block size is; None for as many as a block has
+            tokens.
         quantized_cache_dtypes: Values of `--kv-cache-dtype` beside the model's own type.
     """
 
@@ -28,6 +31,7 @@ class Platform:
     backends: Mapping[AttentionBackendEnum, str]
     block_multiple: int
     default_block_size: int | None = None
+    page_size: int | None = None
     quantized_cache_dtypes: tuple[str, ...] = ()
 
 
@@ -41,6 +45,7 @@ PLATFORMS: dict[str, Platform] = {
         block_multiple=32,
         # The smallest block of the kernel's tiles: packed budgets waste the least in it.
         default_block_size=32,
+        page_size=32,
     ),
     "cuda": Platform(
         stock_worker="vllm.v1.worker.gpu_worker.Worker",
@@ -68,6 +73,13 @@ def platform_name() -> str:
 def platform() -> Platform | None:
     """The record of this platform, or None if eviction does not know it."""
     return PLATFORMS.get(platform_name())
+
+
+def page_size_of(vllm_config: VllmConfig) -> int:
+    """Entries per page: where the platform says so, of blocks of any size."""
+    here = platform()
+    fixed = here.page_size if here is not None else None
+    return int(fixed or vllm_config.cache_config.block_size)
 
 
 def unknown_platform() -> str | None:

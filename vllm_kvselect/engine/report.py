@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from vllm_kvselect.config import CONFIG_KEY
 
@@ -21,23 +21,44 @@ class StepReport:
     """What a worker did in one step; plain values, since it crosses processes.
 
     Attributes:
-        prompts: `[prompt length in tokens, blocks freed]` of each prompt packed for the first time.
+        prompts: `[prompt length in tokens, blocks freed]` of each prompt packed for the first time,
+            cuts in it included.
+        in_prompts: Blocks freed at each cut in a prompt before its last one; those that a preempted
+            request makes again are left out.
+        rounds: Blocks freed in each round, likewise.
         contexts: `[tokens found, blocks dropped]` of each request that found its context.
         selection_seconds: Time spent scoring, selecting and packing, in all layers, since the last
             report; rounds included, and prompts that ended before they were packed.
         num_saved_blocks: Blocks that live requests would hold as well, had nothing been dropped.
-        rounds: Blocks freed in each round; those that a preempted request makes again are left out.
+        plans: Fingerprint of the plan of each request that began, by its id, where the integrity
+            check compares them with the scheduler's.
+        loads: Whether stored contexts are in their blocks now, by the number of the load.
+        num_stored: Contexts that were stored since the last report.
+        num_not_stored: Contexts that could not be.
     """
 
     prompts: list[list[int]]
+    in_prompts: list[int]
+    rounds: list[int]
     contexts: list[list[int]]
     selection_seconds: float
     num_saved_blocks: int
-    rounds: list[int] = field(default_factory=list)
+    plans: dict[str, str] = field(default_factory=dict)
+    loads: dict[int, bool] = field(default_factory=dict)
+    num_stored: int = 0
+    num_not_stored: int = 0
 
     def as_connector_output(self) -> KVConnectorOutput:
         """The report in the envelope in which vLLM's scheduler passes it on."""
         return KVConnectorOutput(kv_connector_stats=KVConnectorStats({CONFIG_KEY: asdict(self)}))
+
+    @classmethod
+    def of(cls, output: ModelRunnerOutput) -> "StepReport | None":
+        """The report that travels with a step's output, if there is one."""
+        envelope = output.kv_connector_output
+        stats = envelope.kv_connector_stats if envelope is not None else None
+        found = stats.data.get(CONFIG_KEY) if stats is not None else None
+        return None if found is None else cls(**found)
 
     @classmethod
     def take(cls, stats: SchedulerStats) -> "StepReport | None":

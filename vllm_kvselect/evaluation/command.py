@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from vllm_kvselect.analysis.command import assignment, parse_number, parts
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.evaluation.settings import SUITE_NAMES, EvaluationConfig
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.parsing import assignment, parse_number, parts
+from vllm_kvselect.registry import METHODS
 
 _Suite = StrEnum("_Suite", [(name, name) for name in SUITE_NAMES])  # type: ignore[misc]
 _DEFAULTS = EvaluationConfig(suite="needles")
@@ -27,7 +27,7 @@ def evaluate(
         int, typer.Option(help="Questions about one text, where a task allows it.")
     ] = _DEFAULTS.questions,
     lengths: Annotated[
-        str, typer.Option(help="Tokens per prompt, answer included, by commas.")
+        str, typer.Option(help="Tokens per prompt, generated answer included, by commas.")
     ] = "",
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens per answer; by default the suite's.")
@@ -37,13 +37,19 @@ def evaluate(
         ",".join(_DEFAULTS.scenarios)
     ),
     methods: Annotated[
-        str, typer.Option(help="By commas; `all`; see `vllm-kvselect methods`.")
+        str,
+        typer.Option(
+            help="By commas, such as thetakv,thetakv:lam=0.0; `all`; see `vllm-kvselect methods`."
+        ),
     ] = ",".join(_DEFAULTS.methods),
+    against: Annotated[
+        str, typer.Option(help="The method that differences are to; none: the full cache.")
+    ] = _DEFAULTS.against,
     budgets: Annotated[
         str, typer.Option(help="By commas: 0.25 of the prompt, or entries.")
     ] = ",".join(map(str, _DEFAULTS.budgets)),
     through: Annotated[
-        str, typer.Option(help="engine: vLLM over HTTP; model: off the engine.")
+        str, typer.Option(help="engine: vLLM over HTTP; model: off the engine; kvpress, openvino.")
     ] = _DEFAULTS.through,
     url: Annotated[str, typer.Option(help="A running server; by default one is started.")] = "",
     block_size: Annotated[
@@ -62,6 +68,9 @@ def evaluate(
 ) -> None:
     """Measure what a model still answers right after eviction.
 
+    given-answers: known answers read along, in prose, code, needles and pairs, or texts of --data.
+    own-answers: the full cache's long answers, read along under decode budgets.
+    stories: how long answers become that the model ends itself.
     needles: a number hidden in prose, by depth and length. ruler: RULER's 13 tasks. longbench:
     LongBench's 16 English sets. long-answers: instructions, compared with the full cache's answers.
     harness: lm-evaluation-harness's own tasks against the served engine.
@@ -82,7 +91,7 @@ def evaluate(
     try:
         from vllm_kvselect.evaluation import run
     except ModuleNotFoundError as error:
-        remedy = "pip install 'vllm-kvselect[eval]'"
+        remedy = "pip install '.[eval]' in a checkout"
         raise EvaluationError(f"the evaluation needs {error.name}: {remedy}") from None
 
     paths = run.harness(config) if config.suite == "harness" else run.suite(config, also or [])

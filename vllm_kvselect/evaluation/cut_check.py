@@ -4,9 +4,9 @@ import time
 from dataclasses import dataclass
 from typing import Self
 
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.retention import cuts
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.planning.plan import plan
 from vllm_kvselect.top import Snapshot, TopError
 
 _SECONDS = 10.0
@@ -71,7 +71,8 @@ class CutCheck:
         """
         self._num_answered += 1
         # Of a context that another request compressed, the same is gone, and counted apart.
-        num_freed = cuts(num_prompt_tokens, self.block_size, eviction).num_freed(num_prompt_tokens)
+        made = plan(eviction, None, None, num_prompt_tokens, self.block_size)
+        num_freed = made.cuts.num_freed(num_prompt_tokens)
         if not num_freed:
             return
         due = Dropped(1, num_freed)

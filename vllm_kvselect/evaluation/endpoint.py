@@ -12,17 +12,22 @@ import torch
 import yaml
 from rich.console import Console
 
-from vllm_kvselect.analysis.errors import EvaluationError
-from vllm_kvselect.analysis.models import model_folder
-from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
+from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig, Prefill
 from vllm_kvselect.evaluation.cut_check import CutCheck
 from vllm_kvselect.evaluation.server import serving
 from vllm_kvselect.evaluation.settings import FULL, EvaluationConfig
 from vllm_kvselect.machine import dtype_name, fast_dtype
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.models import model_folder
 from vllm_kvselect.request import REQUEST_KEYS
 
 PROMPTS_AT_ONCE = 4
 """Prompts that are in flight: enough to batch, few enough that their blocks stay in the pool."""
+
+READ_ALONG_SUITES = ("given-answers", "own-answers")
+GIVEN_ANSWERS = "vllm_kvselect.engine.given_answers:GivenAnswers"
+"""vLLM's plugin by which a server generates the answer that a request gives as `ANSWER_KEY`."""
+ANSWER_KEY = "answer_token_ids"
 
 _TIMEOUT = httpx.Timeout(None, connect=30.0)
 """A long prompt may take minutes, and longer when it waits for its blocks."""
@@ -75,7 +80,7 @@ def request_settings(eviction: EvictionConfig) -> dict[str, Any]:
     values = {key: getattr(eviction, REQUEST_KEYS[key]) for key in keys}
     if not eviction.decode_budget:
         values.pop("kv_eviction_decode_interval", None)
-    if eviction.prefill == "dense":
+    if eviction.of(Prefill).prefill == "dense":
         values.pop("kv_prefill_budget", None)
     return {key: value for key, value in values.items() if value is not None}
 
@@ -135,6 +140,8 @@ def _flags(config: EvaluationConfig, model: str, needs: Needs) -> list[str]:
     flags += ["--max-model-len", str(needs.max_model_len), "--disable-uvicorn-access-log"]
     # Greedy means greedy: models come with penalties of their own, which would hold otherwise.
     flags += ["--generation-config", "vllm"]
+    if config.suite in READ_ALONG_SUITES:
+        flags += ["--logits-processors", GIVEN_ANSWERS]
     if not on_cuda:  # there vLLM takes what is free
         size = 2 if dtype in ("bfloat16", "float16") else 4
         num_bytes = needs.num_tokens * _entry_values(model) * size

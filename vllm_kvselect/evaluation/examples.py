@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from vllm_kvselect.analysis.errors import EvaluationError
-from vllm_kvselect.analysis.tasks import Scenario
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.tasks import Scenario
 
 TokenIds = tuple[int, ...]
 
@@ -26,6 +26,10 @@ class Example:
         stop: Texts that end an answer.
         classes: All labels of a classification task.
         target: The right answer as token ids, whose likelihood is measured; empty for none.
+        unmeasured: Tokens of the target whose likelihood does not count. The first one may come
+            from the full cache.
+        temperature: Of the answer; 0 is greedy. Others are sampled by the engine alone.
+        seed: For the sampling.
         depth: Where in the text the answer stands, 0 is its beginning and 1 its end; or None.
     """
 
@@ -40,6 +44,9 @@ class Example:
     stop: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     target: TokenIds = ()
+    unmeasured: int = 1
+    temperature: float = 0.0
+    seed: int = 0
     depth: float | None = None
 
     @property

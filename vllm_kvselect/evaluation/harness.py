@@ -11,8 +11,6 @@ from aiohttp import ClientError
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.utils import handle_non_serializable
 
-from vllm_kvselect.analysis.errors import EvaluationError
-from vllm_kvselect.analysis.models import load_tokenizer, model_folder
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.evaluation.endpoint import (
     PROMPTS_AT_ONCE,
@@ -26,6 +24,8 @@ from vllm_kvselect.evaluation.harness_tasks import Prepared, prepare
 from vllm_kvselect.evaluation.predictions import Setting
 from vllm_kvselect.evaluation.served import retained_share
 from vllm_kvselect.evaluation.settings import EvaluationConfig
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.models import load_tokenizer, model_folder
 
 if TYPE_CHECKING:
     from lm_eval.result_schema import EvalResults

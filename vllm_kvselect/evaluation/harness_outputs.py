@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.offline.errors import EvaluationError
 
 GENERATES = "generate_until"
 """The output type of tasks whose answers are generated; all others read likelihoods."""

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from vllm_kvselect.evaluation.harness import HarnessScore
-from vllm_kvselect.evaluation.report import command, model_name
+from vllm_kvselect.evaluation.report import command
 from vllm_kvselect.evaluation.settings import FULL, EvaluationConfig
+from vllm_kvselect.offline.tables import markdown, model_name
 
 
 def write(scores: Iterable[HarnessScore], config: EvaluationConfig) -> list[Path]:
@@ -27,7 +28,7 @@ def write(scores: Iterable[HarnessScore], config: EvaluationConfig) -> list[Path
     record = {
         "command": command(config),
         "config": config.model_dump(mode="json"),
-        "model": model_name(config),
+        "model": model_name(config.model),
         "scores": [asdict(score) for score in scores],
     }
     paths = [config.out / "harness.json", config.out / "harness.md"]
@@ -41,7 +42,7 @@ def table(scores: Iterable[HarnessScore]) -> str:
     scores = list(scores)
     columns = list(dict.fromkeys((each.task, each.metric, each.num_prompts) for each in scores))
     header = [f"{task}, {metric} (n = {number})" for task, metric, number in columns]
-    lines = [_line(["method", "budget", "kept", *header]), _line(["---"] * (3 + len(columns)))]
+    lines = []
     for setting in dict.fromkeys(each.setting for each in scores):
         own = {
             (each.task, each.metric, each.num_prompts): each
@@ -52,14 +53,10 @@ def table(scores: Iterable[HarnessScore]) -> str:
         name = "full cache" if setting.method == FULL else setting.method
         budget = "" if setting.budget is None else str(setting.budget)
         values = [f"{own[key].value:.3f}" if key in own else "" for key in columns]
-        lines.append(_line([name, budget, f"{kept:.1%}", *values]))
-    return "\n".join([*lines, ""])
+        lines.append([name, budget, f"{kept:.1%}", *values])
+    return "\n".join([*markdown(["method", "budget", "kept", *header], lines), ""])
 
 
 def show(scores: Iterable[HarnessScore]) -> None:
     """Prints the table for people."""
     Console().print(Markdown(table(scores)))
-
-
-def _line(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from lm_eval.tasks import TaskManager
 
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.harness_outputs import (
     GENERATES,
@@ -20,6 +19,7 @@ from vllm_kvselect.evaluation.harness_outputs import (
     refuse_log_likelihood,
 )
 from vllm_kvselect.evaluation.settings import EvaluationConfig
+from vllm_kvselect.offline.errors import EvaluationError
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task

@@ -2,7 +2,8 @@
 
 They give the official scripts' numbers, flaws included, because published numbers have them too:
 
-* `rouge_l` is the ROUGE-L of the package `rouge`, which counts every word once.
+* `rouge_l` counts every word once. It differs from the official script where that gives up on
+  sentences of a thousand words: see `rouge_l.py`.
 * `classification` strikes found labels that are part of the right one, but not two in a row.
 * `edit_similarity` is rounded to whole per cent. fuzzywuzzy, which LongBench calls, gives two
   different numbers: this one with python-Levenshtein installed, and difflib's without. Nobody
@@ -15,7 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from rapidfuzz.distance import Indel, Prefix
-from rouge import Rouge
+
+from vllm_kvselect.evaluation.rouge_l import rouge_l
 
 Metric = Callable[[str, tuple[str, ...], tuple[str, ...]], float]
 """`(prediction, references, classes) -> score`, from 0 to 1."""
@@ -26,13 +28,19 @@ NEVER_FALL = ("string_match_all", "string_match_part", "exact")
 LIKE_FULL = "like_full"
 """Metric of examples without references: their answers are compared by `agreement`."""
 
+ENDED = "ended"
+"""Metric of examples that ask for no right answer: whether the model ends it itself."""
+
+READ_ALONG = "read_along"
+"""Metric of examples whose answer is given, by `target` or by the full cache: the share of its
+tokens that are the likeliest."""
+
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f]")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NUMBER = re.compile(r"\d+")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NO_CODE = ("`", "#", "//")
 """A line with one of these is a comment, or belongs to Markdown around the code."""
-_ROUGE = Rouge(metrics=["rouge-l"], stats=["f"])
 
 
 def agreement(prediction: str, full: str) -> dict[str, float]:
@@ -89,14 +97,6 @@ def _qa_f1(prediction: str, reference: str) -> float:
 
 def _bare_words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
-
-
-def _rouge_l(prediction: str, reference: str) -> float:
-    try:
-        scores = _ROUGE.get_scores(prediction, reference)
-    except (ValueError, RecursionError):  # no words at all, or a sentence of a thousand
-        return 0.0
-    return float(scores[0]["rouge-l"]["f"])
 
 
 def _classification(
@@ -161,8 +161,8 @@ METRICS: Mapping[str, Metric] = {
     "exact": _best_of(_begins),
     "qa_f1": _best_of(_qa_f1),
     "qa_f1_first_line": _first_line(_best_of(_qa_f1)),
-    "rouge_l": _best_of(_rouge_l),
-    "rouge_l_first_line": _first_line(_best_of(_rouge_l)),
+    "rouge_l": _best_of(rouge_l),
+    "rouge_l_first_line": _first_line(_best_of(rouge_l)),
     "classification": _classification,
     "classification_first_line": _first_line(_classification),
     "count": _best_of(_count),

@@ -14,20 +14,20 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from vllm_kvselect.analysis.answers import forced
-from vllm_kvselect.analysis.capture import Layer, capture, continue_prompt
-from vllm_kvselect.analysis.models import load_model, load_tokenizer
-from vllm_kvselect.analysis.probes import probe_for
-from vllm_kvselect.analysis.remembered import remembering
-from vllm_kvselect.analysis.replayed import replayed
-from vllm_kvselect.analysis.retained import Prompt, retained_entries
-from vllm_kvselect.analysis.tasks import Scenario
-from vllm_kvselect.evaluation.continuations import Continuations
 from vllm_kvselect.evaluation.examples import Example, refuse_without_questions
-from vllm_kvselect.evaluation.metrics import METRICS, NEVER_FALL
+from vllm_kvselect.evaluation.metrics import METRICS, NEVER_FALL, READ_ALONG
 from vllm_kvselect.evaluation.predictions import Prediction, Setting
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.machine import dtype_name, fast_dtype
+from vllm_kvselect.offline.answers import forced
+from vllm_kvselect.offline.capture import Layer, capture, continue_prompt
+from vllm_kvselect.offline.continuations import Continuations
+from vllm_kvselect.offline.models import load_model, load_tokenizer
+from vllm_kvselect.offline.probes import probe_for
+from vllm_kvselect.offline.remembered import remembering
+from vllm_kvselect.offline.replayed import replayed
+from vllm_kvselect.offline.retained import Prompt, retained_entries
+from vllm_kvselect.offline.tasks import Scenario
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -188,7 +188,10 @@ class _Runner:
         following = example.prompt[compressed.position :]
         forced_ids = torch.tensor([following + example.target], device=retained.device)
         measures: list[tuple[float | None, float | None]] = [(None, None)] * len(retained)
-        first = None if following else self._first_token(layers, example).expand(len(retained))
+        reads_along = example.metric == READ_ALONG
+        first = None
+        if not following and not reads_along:
+            first = self._first_token(layers, example).expand(len(retained))
         if forced_ids.numel():
             num_logits = len(example.target) + bool(following)
             logits = continued.run(forced_ids.expand(len(retained), -1), num_logits)
@@ -197,6 +200,8 @@ class _Runner:
             if first is None:
                 first = logits[:, 0].argmax(dim=-1)
             continued.rewind(len(following))
+        if reads_along:
+            return [([], *each) for each in measures]
         assert first is not None
         answers = self._generate(continued, first, example)
         return [(answer, *each) for answer, each in zip(answers, measures, strict=True)]

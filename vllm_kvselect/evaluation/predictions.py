@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from vllm_kvselect.analysis.errors import EvaluationError
-from vllm_kvselect.analysis.tasks import Scenario
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.tasks import Scenario
 
 Budget = int | float
 """Entries per KV head, or a fraction of the prompt; as in `EvictionConfig`."""

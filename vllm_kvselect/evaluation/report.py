@@ -1,31 +1,22 @@
 """What an evaluation leaves behind: all numbers as JSON, tables as Markdown, pictures."""
 
 import json
-import platform
-import shlex
 from collections.abc import Iterable
 from dataclasses import asdict
-from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from vllm_kvselect import __version__
 from vllm_kvselect.evaluation.pictures import pictures
-from vllm_kvselect.evaluation.scores import LEVEL, SOLVED, Mean, Row, rows
+from vllm_kvselect.evaluation.scores import SOLVED, Mean, Row, rows
 from vllm_kvselect.evaluation.settings import FULL, EvaluationConfig
 from vllm_kvselect.machine import processor
-from vllm_kvselect.methods.registry import METHODS
-from vllm_kvselect.tiny_model import NAME
-
-DPI = 100
+from vllm_kvselect.offline import tables
+from vllm_kvselect.offline.intervals import LEVEL
+from vllm_kvselect.registry import METHODS
 
 
 def write(frame: pd.DataFrame, config: EvaluationConfig, seconds: float) -> list[Path]:
@@ -44,10 +35,9 @@ def write(frame: pd.DataFrame, config: EvaluationConfig, seconds: float) -> list
         "command": command(config),
         "config": config.model_dump(mode="json"),
         "evictions": [each.model_dump(mode="json") for each in config.evictions()],
-        "model": model_name(config),
+        "model": tables.model_name(config.model),
         "machine": {"processor": processor(), "threads": torch.get_num_threads()},
-        "versions": {"vllm_kvselect": __version__, "python": platform.python_version()}
-        | {name: version(name) for name in ("torch", "transformers")},
+        "versions": tables.versions(),
         "seconds": round(seconds, 1),
         "rows": [asdict(each) for each in found],
     }
@@ -56,44 +46,24 @@ def write(frame: pd.DataFrame, config: EvaluationConfig, seconds: float) -> list
     paths[1].write_text(markdown(found, record), encoding="utf-8")
     for name, figure in pictures(frame).items():
         paths.append(config.out / f"{name}.png")
-        figure.savefig(paths[-1], dpi=DPI)
+        figure.savefig(paths[-1], dpi=tables.DPI)
     return paths
 
 
 def show(frame: pd.DataFrame) -> None:
-    """Prints the tables for people; wide enough also when stdout is a file."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
+    """Prints the tables for people."""
     for title, header, cells in _tables(rows(frame)):
-        table = Table(title=title, box=box.SIMPLE_HEAD)
-        for column in header:
-            table.add_column(escape(column))
-        for line in cells:
-            table.add_row(*map(escape, line))
-        console.print(table)
-    console.print(_EXPLAINED, markup=False)
+        tables.show(header, cells, title)
+    tables.console().print(_EXPLAINED, markup=False)
 
 
 def command(config: EvaluationConfig) -> str:
     """The command line that makes this evaluation; defaults are left out."""
-    words = ["vllm-kvselect", "evaluate", config.suite]
-    for name, field in EvaluationConfig.model_fields.items():
-        value = getattr(config, name)
-        if name in ("suite", "eviction") or value == field.default:
-            continue
-        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        if name == "methods" and value == tuple(METHODS):
-            text = "all"
-        words += [f"--{name.replace('_', '-')}", text]
-    for name, value in config.eviction.items():
-        words += ["--set", f"{name}={value}"]
-    return shlex.join(words)
-
-
-def model_name(config: EvaluationConfig) -> str:
-    """The model's name without its folder."""
-    return Path(config.model).name or NAME
+    if config.methods == tuple(METHODS):
+        config = config.model_copy(update={"methods": ("all",)})
+    words = ("vllm-kvselect", "evaluate", config.suite)
+    defaults = dict.fromkeys(("suite", "eviction"))
+    return tables.command_line(words, config, config.eviction, defaults)
 
 
 def markdown(found: Iterable[Row], record: dict[str, Any]) -> str:
@@ -107,21 +77,17 @@ def markdown(found: Iterable[Row], record: dict[str, Any]) -> str:
     ]
     for title, header, cells in _tables(found):
         lines += ["", f"**{title}**", ""]
-        lines += [_line(header), "|" + " --- |" * len(header), *map(_line, cells)]
+        lines += tables.markdown(header, cells)
     return "\n".join([*lines, "", _EXPLAINED, ""])
 
 
 _EXPLAINED = (
     f"Scores in per cent. *mean*: over the tasks that the full cache solves to more than "
-    f"{SOLVED:.0%}; the others are in brackets. *minus full*: on the same prompts, with the "
+    f"{SOLVED:.0%}; the others are in brackets. *minus ...*: on the same prompts, with the "
     f"{LEVEL:.0%} bootstrap interval. *kept*: entries retained of the compressed prompt. *NLL*: "
     "negative log-likelihood of the right answers of the tasks in the mean, in nats per token "
     "without the first; *likeliest*: share of those tokens that are the likeliest."
 )
-
-
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 _Table = tuple[str, list[str], list[list[str]]]
@@ -158,16 +124,18 @@ def _summary(row: Row | None) -> str:
 
 
 def _table(title: str, group: list[Row]) -> _Table:
-    full = next((row for row in group if row.method == FULL), None)
     tasks = list(dict.fromkeys(task for row in group for task in row.scores))
     numbers = {task: max(row.num_examples.get(task, 0) for row in group) for task in tasks}
     by_nll = any(row.nll for row in group)
+    by_tokens = any(row.tokens for row in group)
     by_agreement = any(row.accuracy for row in group)
-    solved = [task for task in tasks if full and full.scores.get(task, 0.0) > SOLVED]
+    solved = {task for row in group for task in row.solved}
     total = sum(numbers[task] for task in solved)
     header = ["method", "budget", "kept", *(f"{task} (n = {numbers[task]})" for task in tasks)]
-    header += [f"mean (n = {total})", "minus full"]
-    header += ["NLL"] * by_nll + ["likeliest"] * by_agreement
+    minus = "minus full" if group[0].against == FULL else f"minus {group[0].against}"
+    header += [f"mean (n = {total})", minus]
+    header += ["NLL", minus] * by_nll + ["likeliest"] * by_agreement
+    header += ["tokens", minus] * by_tokens
     lines = []
     for row in group:
         cells = [_method(row), "" if row.budget is None else str(row.budget)]
@@ -175,9 +143,11 @@ def _table(title: str, group: list[Row]) -> _Table:
         for task in tasks:
             score = f"{100 * row.scores[task]:.0f}" if task in row.scores else ""
             cells.append(score if task in solved or not score else f"({score})")
-        cells += [f"{100 * row.score.value:.1f}" if row.score else "", _difference(row.score)]
-        cells += [f"{row.nll.value:.3f}" if row.nll else ""] * by_nll
+        cells += [f"{100 * row.score.value:.1f}" if row.score else "", _points(row.score)]
+        cells += [f"{row.nll.value:.3f}" if row.nll else "", _difference(row.nll)] * by_nll
         cells += [f"{row.accuracy.value:.0%}" if row.accuracy else ""] * by_agreement
+        tokens = f"{row.tokens.value:.0f}" if row.tokens else ""
+        cells += [tokens, _difference(row.tokens, digits=0)] * by_tokens
         lines.append(cells)
     return title, header, lines
 
@@ -187,11 +157,13 @@ def _method(row: Row) -> str:
     return name if row.through in ("model", "engine") else f"{name} ({row.through})"
 
 
-def _difference(mean: Mean | None) -> str:
+def _points(mean: Mean | None) -> str:
+    return _difference(mean, 100, 1)
+
+
+def _difference(mean: Mean | None, factor: int = 1, digits: int = 3) -> str:
     if mean is None or mean.difference is None:
         return ""
-    text = f"{100 * mean.difference:+.1f}"
-    if mean.interval is None:
-        return text
-    low, high = mean.interval
-    return f"{text} [{100 * low:+.1f}, {100 * high:+.1f}]"
+    values = (mean.difference, *(mean.interval or ()))
+    text, *ends = (f"{factor * value:+.{digits}f}" for value in values)
+    return f"{text} [{', '.join(ends)}]" if ends else text

@@ -7,17 +7,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_kvselect.analysis.errors import EvaluationError
-from vllm_kvselect.analysis.models import load_tokenizer
 from vllm_kvselect.evaluation import off_engine, report, served
 from vllm_kvselect.evaluation.examples import Example
+from vllm_kvselect.evaluation.peers import kvpress, openvino
 from vllm_kvselect.evaluation.predictions import read, write
 from vllm_kvselect.evaluation.scores import scored
 from vllm_kvselect.evaluation.settings import EvaluationConfig, SuiteName
+from vllm_kvselect.evaluation.suites.given_answers import given_answers
 from vllm_kvselect.evaluation.suites.long_answers import long_answers
 from vllm_kvselect.evaluation.suites.longbench import longbench
 from vllm_kvselect.evaluation.suites.needles import needles
+from vllm_kvselect.evaluation.suites.own_answers import own_answers
 from vllm_kvselect.evaluation.suites.ruler import ruler
+from vllm_kvselect.evaluation.suites.stories import stories
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.models import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,12 +29,20 @@ if TYPE_CHECKING:
     Suite = Callable[[EvaluationConfig, PreTrainedTokenizerBase], list[Example]]
 
 SUITES: "dict[SuiteName, Suite]" = {
+    "given-answers": given_answers,
+    "own-answers": own_answers,
+    "stories": stories,
     "needles": needles,
     "ruler": ruler,
     "longbench": longbench,
     "long-answers": long_answers,
 }
-RUNNERS = {"engine": served.answer, "model": off_engine.answer}
+RUNNERS = {
+    "engine": served.answer,
+    "model": off_engine.answer,
+    "kvpress": kvpress.answer,
+    "openvino": openvino.answer,
+}
 
 
 def suite(config: EvaluationConfig, also: Sequence[Path] = ()) -> list[Path]:
@@ -59,7 +71,8 @@ def suite(config: EvaluationConfig, also: Sequence[Path] = ()) -> list[Path]:
     # The folder may hold answers in settings that were asked for another time.
     asked = {each for scenario in config.scenarios for each in config.settings(scenario)}
     own = [each for each in read(path) if each.setting in asked]
-    frame = scored(examples, [*(each for file in also for each in read(file)), *own])
+    everybody = [*(each for file in also for each in read(file)), *own]
+    frame = scored(examples, everybody, config.against)
     paths = report.write(frame, config, time.perf_counter() - started)
     report.show(frame)
     return paths
@@ -90,7 +103,9 @@ def harness(config: EvaluationConfig) -> list[Path]:
 def _claim(config: EvaluationConfig, examples: Sequence[Example]) -> None:
     """Makes the folder that of this evaluation: what is answered there is taken up again."""
     config.out.mkdir(parents=True, exist_ok=True)
-    fixed = config.model_dump(mode="json", include={"suite", "model", "dtype", "eviction", "seed"})
+    fixed = config.model_dump(
+        mode="json", include={"suite", "model", "data", "dtype", "eviction", "seed"}
+    )
     lines = [json.dumps(asdict(each), ensure_ascii=False) + "\n" for each in examples]
     for name, text in (("run.json", json.dumps(fixed) + "\n"), ("examples.jsonl", "".join(lines))):
         path = config.out / name

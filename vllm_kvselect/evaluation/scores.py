@@ -1,33 +1,32 @@
 """Scores: predictions beside right answers, averaged, and compared with the full cache."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from scipy.stats import bootstrap
 
 from vllm_kvselect.evaluation.examples import Example
-from vllm_kvselect.evaluation.metrics import LIKE_FULL, METRICS, agreement
+from vllm_kvselect.evaluation.metrics import ENDED, LIKE_FULL, METRICS, READ_ALONG, agreement
 from vllm_kvselect.evaluation.predictions import Budget, Prediction
 from vllm_kvselect.evaluation.settings import FULL
+from vllm_kvselect.offline.intervals import Interval, interval
 
 SOLVED = 0.5
-"""A task counts in a mean if the full cache scores more: what it cannot do, nothing can lose."""
-LEVEL = 0.95
-NUM_RESAMPLES = 2000
+"""A task counts in a mean if the full cache scores more: what it cannot do, nothing can lose. One
+without a right answer to find always does."""
 
-Interval = tuple[float, float]
+_MEASURES = ("score", "nll", "accuracy", "tokens")
 _SETTING = ["scenario", "length", "method", "budget_text", "through"]
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over tasks that weigh the same, and how far it lies from the full cache's.
+    """A mean over tasks that weigh the same, and how far it lies from that of another method.
 
     Attributes:
         value: The mean.
-        difference: To the full cache on the same examples; None for the full cache itself.
+        difference: To the other method on the same examples; None for that method itself.
         interval: Bootstrap interval of the difference over the examples of each task; None where a
             task has a single example, which says nothing about others.
     """
@@ -47,13 +46,16 @@ class Row:
         method: The method.
         budget: Its budget.
         through: Who answered.
+        against: The method that differences are to.
         retained: Mean share of the entries that were retained.
         scores: Mean score by task, 0 to 1.
         num_examples: Examples by task.
+        solved: Tasks that count in the means.
         score: Of the tasks that the full cache solves; None if it solves none.
         nll: Negative log-likelihood of their right answers, in nats per token; None where it was
             not measured.
         accuracy: Share of the right answers' tokens that are the likeliest, or None.
+        tokens: Of answers that the model ends itself, or None.
     """
 
     scenario: str
@@ -61,29 +63,37 @@ class Row:
     method: str
     budget: Budget | None
     through: str
+    against: str
     retained: float
     scores: Mapping[str, float]
     num_examples: Mapping[str, int]
+    solved: tuple[str, ...]
     score: Mean | None
     nll: Mean | None
     accuracy: Mean | None
+    tokens: Mean | None
 
 
-def scored(examples: Iterable[Example], predictions: Iterable[Prediction]) -> pd.DataFrame:
-    """Scores predictions, and puts the full cache's numbers beside them.
+def scored(
+    examples: Iterable[Example], predictions: Iterable[Prediction], against: str = FULL
+) -> pd.DataFrame:
+    """Scores predictions, and puts the numbers of one method beside them.
 
-    The full cache is that of the same scenario and way of answering; where that was not measured,
-    of any way: prompts and right answers are the same.
+    It is that of the same scenario and way of answering; where that was not measured, of any way:
+    prompts and right answers are the same. Any but the full cache is that at the same budget.
 
     Args:
         examples: The examples.
         predictions: Their predictions; those of other examples are left out, and of two of the
             same example in the same setting the later one counts.
+        against: The method that differences are to.
 
     Returns:
         A line a prediction: the fields of `Prediction`; `task`, `length` and `depth`;
-        `budget_text`, the budget with its type; `score`; `solved`, whether the full cache solves
-        the task; `full_score`, `full_nll` and `full_accuracy`, NaN where they were not measured.
+        `budget_text`, the budget with its type; `score`; `solved`, whether the task counts;
+        `tokens`, the answer's length where the model ends it itself; of the other method
+        `base_score`, `base_nll`, `base_accuracy` and `base_tokens`, NaN where they were not
+        measured; `against`.
     """
     by_name = {example.name: example for example in examples}
     known = [vars(each) for each in predictions if each.example in by_name]
@@ -94,19 +104,20 @@ def scored(examples: Iterable[Example], predictions: Iterable[Prediction]) -> pd
     frame = frame.drop_duplicates(setting, keep="last").astype({"nll": float, "accuracy": float})
     for name in ("task", "length", "depth"):
         frame[name] = [getattr(by_name[each], name) for each in frame["example"]]
-    frame = _beside_full(frame, "text")
+    metrics = pd.Series([by_name[name].metric for name in frame["example"]], frame.index)
+    frame["tokens"] = frame["num_tokens"].where(metrics == ENDED).astype(float)
+    columns = (frame["example"], frame["text"], _beside(frame, "text", FULL))
+    measures = (frame["accuracy"], frame["num_tokens"])
     frame["score"] = [
-        _score(by_name[name], text, full)
-        for name, text, full in zip(
-            frame["example"], frame["text"], frame["full_text"], strict=True
-        )
+        _score(by_name[name], *each) for name, *each in zip(*columns, *measures, strict=True)
     ]
-    for name in ("score", "nll", "accuracy"):
-        frame = _beside_full(frame, name)
+    for name in _MEASURES:
+        frame[f"base_{name}"] = _beside(frame, name, against)
     full = frame[frame["method"] == FULL].groupby(["scenario", "length", "task"])["score"].mean()
     solved = full[full > SOLVED].index
     cells = pd.MultiIndex.from_frame(frame[["scenario", "length", "task"]])
-    return frame.assign(solved=cells.isin(solved))
+    solved = cells.isin(solved) | metrics.isin((ENDED, READ_ALONG))
+    return frame.assign(solved=solved, against=against)
 
 
 def rows(frame: pd.DataFrame) -> list[Row]:
@@ -114,21 +125,26 @@ def rows(frame: pd.DataFrame) -> list[Row]:
     return [_row(group) for _, group in frame.groupby(_SETTING, sort=False)]
 
 
-def _beside_full(frame: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Adds a column with the full cache's value."""
-    full = frame[frame["method"] == FULL]
-    own = full.set_index(["scenario", "example", "through"])[name]
-    found = _lookup(own, frame[["scenario", "example", "through"]])
-    any_way = full.drop_duplicates(["scenario", "example"]).set_index(["scenario", "example"])[name]
-    others = _lookup(any_way, frame[["scenario", "example"]])
-    return frame.assign(**{f"full_{name}": found.where(found.notna(), others)})
+def _beside(frame: pd.DataFrame, name: str, method: str) -> pd.Series:
+    """A method's value for every line."""
+    keys = ["scenario", "example", *([] if method == FULL else ["budget_text"])]
+    base = frame[frame["method"] == method]
+    found = _lookup(base, frame, [*keys, "through"], name)
+    return found.where(found.notna(), _lookup(base, frame, keys, name))
 
 
-def _lookup(values: pd.Series, keys: pd.DataFrame) -> pd.Series:
-    return values.reindex(pd.MultiIndex.from_frame(keys)).set_axis(keys.index)
+def _lookup(base: pd.DataFrame, frame: pd.DataFrame, keys: list[str], name: str) -> pd.Series:
+    values = base.drop_duplicates(keys).set_index(keys)[name]
+    return values.reindex(pd.MultiIndex.from_frame(frame[keys])).set_axis(frame.index)
 
 
-def _score(example: Example, text: str, full: str | float) -> float:
+def _score(
+    example: Example, text: str, full: str | float, accuracy: float, num_tokens: int
+) -> float:
+    if example.metric == READ_ALONG:
+        return accuracy
+    if example.metric == ENDED:
+        return float(num_tokens < example.max_tokens)
     if example.metric != LIKE_FULL:
         return METRICS[example.metric](text, example.references, example.classes)
     return agreement(text, full)["rouge_l"] if isinstance(full, str) else float("nan")
@@ -144,12 +160,12 @@ def _row(group: pd.DataFrame) -> Row:
         method=first["method"],
         budget=_budget(first["budget_text"]),
         through=first["through"],
+        against=first["against"],
         retained=float(group["retained"].mean()),
         scores=by_task.mean().to_dict(),
         num_examples=by_task.size().to_dict(),
-        score=_mean(counted, "score"),
-        nll=_mean(counted, "nll"),
-        accuracy=_mean(counted, "accuracy"),
+        solved=tuple(counted["task"].unique()),
+        **{name: _mean(counted, name) for name in _MEASURES},
     )
 
 
@@ -165,27 +181,12 @@ def _mean(counted: pd.DataFrame, name: str) -> Mean | None:
         return None
     by_task = counted.groupby("task", sort=False)
     value = float(by_task[name].mean().mean())
-    if (counted["method"] == FULL).all() or counted[f"full_{name}"].isna().any():
+    is_base = (counted["method"] == counted["against"]).all()
+    if is_base or counted[f"base_{name}"].isna().any():
         return Mean(value)
-    differences = counted[name] - counted[f"full_{name}"]
+    differences = counted[name] - counted[f"base_{name}"]
     samples = [part.to_numpy(float) for _, part in differences.groupby(counted["task"])]
-    return Mean(value, _mean_of_means(*samples), _interval(samples))
-
-
-def _interval(samples: Sequence[np.ndarray]) -> Interval | None:
-    """Percentile bootstrap, the examples of each task drawn apart; the same every time."""
-    if min(map(len, samples)) == 1:
-        return None
-    found = bootstrap(
-        samples,
-        _mean_of_means,
-        n_resamples=NUM_RESAMPLES,
-        confidence_level=LEVEL,
-        method="percentile",
-        vectorized=True,
-        rng=0,
-    )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+    return Mean(value, _mean_of_means(*samples), interval(samples, _mean_of_means))
 
 
 def _mean_of_means(*samples: np.ndarray, axis: int = -1) -> float:

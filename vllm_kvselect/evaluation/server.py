@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 
 from rich.console import Console
 
-from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.offline.errors import EvaluationError
 
 STARTUP_SECONDS = 600.0
 _GRACE_SECONDS = 30.0
@@ -39,6 +39,11 @@ class Server(NamedTuple):
 
     url: str
     pid: int
+
+
+def plugin_environment() -> dict[str, str]:
+    """This process's environment with vLLM's general plugins as installed."""
+    return {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
 
 
 @contextlib.contextmanager
@@ -123,6 +128,18 @@ def tail(text: str, num_lines: int = 30) -> str:
     return "\n".join(text.rstrip().splitlines()[-num_lines:])
 
 
+def stop(process: "subprocess.Popen[str]", grace: float = 20.0) -> None:
+    """Ends a process that may still run; vLLM's own children end with it."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(grace)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -137,7 +154,10 @@ def _opened(log: Path | None) -> IO[str]:
 
 @contextlib.contextmanager
 def _unwinding_when_ended() -> Iterator[None]:
-    """Lets signals that end this process run the `finally` blocks that it is in."""
+    """Lets signals that end this process run the `finally` blocks that it is in.
+
+    A signal that is ignored stays so: under `nohup`, a closed terminal ends nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python takes signals in its main thread only
         return
@@ -145,7 +165,8 @@ def _unwinding_when_ended() -> Iterator[None]:
     def leave(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in _ENDING_SIGNALS}
+    heeded = [n for n in _ENDING_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in heeded}
     try:
         yield
     finally:

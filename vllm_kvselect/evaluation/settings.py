@@ -5,15 +5,26 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_kvselect.analysis.errors import EvaluationError
-from vllm_kvselect.analysis.parsing import parsed, refuse_context
-from vllm_kvselect.analysis.tasks import Scenario
-from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.config import EvictionConfig, Prefill
+from vllm_kvselect.evaluation.peer_methods import PEER_METHODS
 from vllm_kvselect.evaluation.predictions import Setting
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.parsing import parsed, refuse_context, variant
+from vllm_kvselect.offline.tasks import Scenario
+from vllm_kvselect.request import REQUEST_KEYS
 
-SuiteName = Literal["needles", "ruler", "longbench", "long-answers", "harness"]
+SuiteName = Literal[
+    "given-answers",
+    "own-answers",
+    "stories",
+    "needles",
+    "ruler",
+    "longbench",
+    "long-answers",
+    "harness",
+]
 SUITE_NAMES: tuple[SuiteName, ...] = get_args(SuiteName)
-Through = Literal["engine", "model"]
+Through = Literal["engine", "model", "kvpress", "openvino"]
 FULL = "none"
 """The method of the full cache, which every other one is compared with."""
 
@@ -28,14 +39,17 @@ class EvaluationConfig(BaseModel):
         data: Where a suite's data is, if not where it looks by itself.
         num_examples: Examples per task and length.
         questions: Questions about one text, where a task allows more than one.
-        lengths: Tokens per prompt, answer included; empty for the suite's own.
+        lengths: Tokens per prompt, with the answer where one is generated; empty for the suite's
+            own.
         max_tokens: Tokens that an answer may have; None for what the suite says.
         seed: Decides texts and questions.
         scenarios: Whether the compressed prompt holds the question.
-        methods: Methods besides the full cache, which is always measured.
+        methods: Methods besides the full cache, which is always measured; `thetakv:lam=0.0` is one
+            with a field of `EvictionConfig` changed.
+        against: The method that differences are to, at the same budget; the full cache by default.
         budgets: As in `EvictionConfig`.
-        through: Who answers: `engine`, vLLM over HTTP, or `model`, transformers with the entries
-            that the methods retain.
+        through: Who answers: `engine`, vLLM over HTTP; `model`, transformers with the entries that
+            the methods retain; or a peer with methods of its own.
         url: A running server; empty to start one.
         block_size: Tokens per block, off the engine. 32 is the engine's.
         dtype: Of weights and activations; empty for the machine's fast one.
@@ -56,6 +70,7 @@ class EvaluationConfig(BaseModel):
     seed: int = 0
     scenarios: Annotated[tuple[Scenario, ...], Field(min_length=1)] = ("regular",)
     methods: tuple[str, ...] = ("adakv-perturb",)
+    against: str = FULL
     budgets: Annotated[tuple[int | float, ...], Field(min_length=1)] = (0.5, 0.25, 0.125)
     through: Through = "model"
     url: str = ""
@@ -79,35 +94,90 @@ class EvaluationConfig(BaseModel):
             ConfigError: If a method, a budget or one of `eviction` is not accepted.
         """
         config = parsed(cls, values)
-        refuse_context(config.eviction)
+        for changes in (config.eviction, *(variant(each)[1] for each in config.methods)):
+            refuse_context(changes)
+        if config.against not in (FULL, *config.methods):
+            raise EvaluationError(
+                f"--against {config.against} is not measured: add it to --methods"
+            )
         if config.suite == "harness" and config.scenarios != ("regular",):
             raise EvaluationError(
                 "lm-evaluation-harness does not tell texts and questions apart; leave --scenarios "
                 "out, or take another suite"
             )
-        if config.suite == "harness" and config.through == "model":
+        if config.suite == "harness" and config.against != FULL:
+            raise EvaluationError("the harness compares nothing: leave out --against")
+        if config.suite == "harness" and config.through != "engine":
             raise EvaluationError(
                 "lm-evaluation-harness asks a server: add --through engine; to measure off the "
                 "engine take another suite"
             )
-        if config.url and config.through == "model":
+        if config.url and config.through != "engine":
             raise EvaluationError("--url names a server: add --through engine")
-        config.evictions()
+        if config.suite in ("own-answers", "stories") and config.through != "engine":
+            raise EvaluationError(
+                f"{config.suite} are for decode budgets, which are the engine's: add --through "
+                "engine"
+            )
+        if config.through in PEER_METHODS:
+            config._refuse_for_peers()
+        for name in config.methods if config.through == "engine" else ():
+            if unseen := variant(name)[1].keys() - set(REQUEST_KEYS.values()):
+                raise EvaluationError(
+                    f"{name}: {', '.join(unseen)} cannot be asked of a server by a request; give "
+                    "it to the server with --set"
+                )
+        for _, each in config._choices():
+            if config.through == "model" and (
+                each.of(Prefill).prefill != "dense" or each.decode_budget or each.prompt_interval
+            ):
+                raise EvaluationError(
+                    "sparse prefills, cuts in prompts and decode budgets are the engine's: add "
+                    "--through engine"
+                )
         return config
+
+    def _refuse_for_peers(self) -> None:
+        known = PEER_METHODS[self.through]
+        for name in self.methods:
+            if name not in (FULL, *known):
+                raise EvaluationError(
+                    f"{self.through} has no method {name!r}; there are {', '.join(known)}"
+                )
+        if self.eviction:
+            raise EvaluationError(f"--set changes our methods, not those of {self.through}")
+        if self.through == "openvino" and "context-only" in self.scenarios:
+            raise EvaluationError(
+                "OpenVINO cannot compress a text apart from its question: leave --scenarios out"
+            )
+        if self.through == "openvino" and self.suite == "given-answers":
+            raise EvaluationError("OpenVINO does not tell likelihoods: take another suite")
 
     def evictions(self) -> list[EvictionConfig]:
         """Every method at every budget, methods first; the full cache is not among them."""
-        return [
-            EvictionConfig.parse({**self.eviction, "method": method, "budget": budget})
-            for method in self.methods
-            for budget in self.budgets
-            if method != FULL
-        ]
+        if self.through in PEER_METHODS:
+            return []
+        return [eviction for _, eviction in self._choices()]
 
     def settings(self, scenario: Scenario) -> list[Setting]:
         """What is measured in a scenario: the full cache, then `evictions` in their order."""
         full = Setting(scenario, FULL, None, self.through)
         others = (
-            Setting(scenario, each.method, each.budget, self.through) for each in self.evictions()
+            Setting(scenario, name, each.budget if each.enabled else None, self.through)
+            for name, each in self._choices()
         )
         return [full, *others]
+
+    def _choices(self) -> list[tuple[str, EvictionConfig]]:
+        """Every setting but the full cache's, and what its method is called here."""
+        chosen = []
+        for name in self.methods:
+            if name == FULL:
+                continue
+            # Of a peer's method only the budget is ours to read.
+            method, changes = ("random", {}) if self.through in PEER_METHODS else variant(name)
+            # Without eviction there is no budget, but a prefill may be sparse.
+            for budget in self.budgets if method != FULL else self.budgets[:1]:
+                values = {**self.eviction, "method": method, "budget": budget, **changes}
+                chosen.append((name, EvictionConfig.parse(values)))
+        return chosen

@@ -17,7 +17,7 @@ from vllm_kvselect.prefilling import criticality
 from vllm_kvselect.prefilling.criticality import Extremes
 from vllm_kvselect.scoring import defensivekv, probe, r_kv, snapkv, value_norms
 from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
-from vllm_kvselect.scoring.observer import Function
+from vllm_kvselect.scoring.memory import Function
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting import allocation, pruning, selection
 
@@ -52,7 +52,7 @@ class Kernels:
         mean_attention: The same without pooling.
         defensive_scores: The worst case of the window's attention.
         r_kv_scores: Scores of the window, less how much a key repeats others.
-        imitated_scores: What a probe says of a chunk's tokens.
+        imitated_scores: What a probe says of tokens.
         projected_value_norms: Norms of all entries.
         uniform_pages: The same number of pages for every head.
         adaptive_pages: Pages by the heads' best entries, with a safeguard.

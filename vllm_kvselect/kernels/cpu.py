@@ -23,6 +23,8 @@ from vllm_kvselect.kernels.build import load_library
 from vllm_kvselect.kernels.tiers import STORED, multiplied_dtype
 from vllm_kvselect.prefilling import criticality as references_of_prefill
 from vllm_kvselect.prefilling.criticality import Extremes
+from vllm_kvselect.scopes import Floor
+from vllm_kvselect.scorers import Pooling, QueryGroup
 from vllm_kvselect.scoring import defensivekv, probe, r_kv, snapkv
 from vllm_kvselect.scoring import value_norms as references
 from vllm_kvselect.scoring.inputs import ScoringInputs
@@ -58,10 +60,11 @@ def pack(projection: OutputProjection) -> OutputProjection:
 
 def snapkv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `snapkv.snapkv_scores`, for means over the group and maxima in the pooling."""
-    as_usual = config.group_reduction == "mean" and config.pooling == "max"
+    pooling, group_reduction = config.of(Pooling), config.of(QueryGroup).group_reduction
+    as_usual = group_reduction == "mean" and pooling.pooling == "max"
     if not as_usual or not _takes(inputs):
         return snapkv.snapkv_scores(inputs, config)
-    return _window_attention(inputs, config.kernel_size, largest=False)
+    return _window_attention(inputs, pooling.kernel_size, largest=False)
 
 
 def mean_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
@@ -74,9 +77,10 @@ def mean_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tenso
 def defensive_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `defensivekv.defensive_scores`, for maxima in the pooling."""
     # Its mean over the tokens would count absent ones.
-    if config.pooling != "max" or not _takes(inputs) or inputs.num_absent is not None:
+    pooling = config.of(Pooling)
+    if pooling.pooling != "max" or not _takes(inputs) or inputs.num_absent is not None:
         return defensivekv.defensive_scores(inputs, config)
-    worst = _window_attention(inputs, config.kernel_size, largest=True)
+    worst = _window_attention(inputs, pooling.kernel_size, largest=True)
     return torch.maximum(worst, worst.mean(dim=-1, keepdim=True))
 
 
@@ -95,10 +99,8 @@ def imitated_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
     if rotation is not None:
         tables = [_rows(table.float()) for table in rotation.rows(first_position, key.shape[1])]
     weights = inputs.probe.T.float().contiguous()
-    given = (inputs.query, key, inputs.value)
-    return _call(
-        "probe_scores", *map(_rows, given), weights, *tables, first_position, probe.PER_TOKEN
-    )
+    given = (_rows(key), _rows(inputs.value), weights, *tables)
+    return _call("probe_scores", *given, first_position, probe.PER_TOKEN)
 
 
 def projected_value_norms(value: torch.Tensor, projection: OutputProjection) -> torch.Tensor:
@@ -160,11 +162,12 @@ def adaptive_pages(
     """Twin of `allocation.adaptive_pages`."""
     if scores.dtype != torch.float32:
         return allocation.adaptive_pages(scores, num_packed, block_size, config)
-    if config.floor == "minimum":
-        least = int(config.safeguard * num_packed * block_size)
+    parameters = config.of(Floor)
+    if parameters.floor == "minimum":
+        least = int(parameters.safeguard * num_packed * block_size)
         return _call("pages_above_floor", _rows(scores), num_packed, block_size, least)
     unit = allocation.SAFEGUARD_UNIT
-    share = round(config.safeguard * unit)
+    share = round(parameters.safeguard * unit)
     return _call("adaptive_pages", _rows(scores), num_packed, block_size, share, unit)
 
 

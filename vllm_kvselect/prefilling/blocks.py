@@ -38,25 +38,6 @@ def most_critical(criticality: torch.Tensor, num_before: torch.Tensor, count: in
     return _in_order(indices, counts, num_blocks)
 
 
-def covering(criticality: torch.Tensor, num_before: torch.Tensor, coverage: float) -> ChosenBlocks:
-    """As many blocks as cover a share of the estimated attention (FlexPrefill, arXiv 2502.20766).
-
-    Args:
-        criticality: `[num_segments, num_kv_heads, num_blocks]`; each row is 0 behind its segment.
-        num_before: Blocks before each segment, `[num_segments]` int64.
-        coverage: The share, above 0 and up to 1.
-
-    Returns:
-        The fewest blocks whose criticality is at least `coverage` of the row's sum.
-    """
-    num_blocks = criticality.shape[-1]
-    ranked, indices = criticality.sort(dim=-1, descending=True, stable=True)
-    before = ranked.cumsum(dim=-1) - ranked  # what the better ones cover
-    counts = (before < coverage * ranked.sum(dim=-1, keepdim=True)).sum(dim=-1)
-    counts = counts.clamp(min=1).minimum(num_before[:, None])
-    return _in_order(indices[..., : int(counts.max())], counts, num_blocks)
-
-
 def _in_order(indices: torch.Tensor, counts: torch.Tensor, num_blocks: int) -> ChosenBlocks:
     """Sorts the first `counts` of indices that come best first."""
     rank = torch.arange(indices.shape[-1], device=indices.device)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.scoring.probe import num_features
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Raised whenever a file of before would be read wrongly: other features, another order of them."""
 
 _FORMAT, _FACTS, _WEIGHTS = "vllm-kvselect-probe", "facts", "weights"
@@ -24,9 +24,8 @@ class ModelFacts(BaseModel):
         name: For people; a model may have moved.
         fingerprint: Of its weights; a probe is of use with these alone.
         num_layers: Layers that attend.
-        num_heads: Query heads per layer.
         num_kv_heads: KV heads per layer.
-        head_size: Size of queries, keys and values.
+        head_size: Size of keys and values.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -34,15 +33,13 @@ class ModelFacts(BaseModel):
     name: str
     fingerprint: str
     num_layers: int
-    num_heads: int
     num_kv_heads: int
     head_size: int
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Shape of the weights, `[num_layers, num_features, num_kv_heads]`."""
-        features = num_features(self.num_heads // self.num_kv_heads, self.head_size)
-        return self.num_layers, features, self.num_kv_heads
+        return self.num_layers, num_features(self.head_size), self.num_kv_heads
 
 
 class QualityFacts(BaseModel):
@@ -78,7 +75,7 @@ class ProbeFacts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: Literal[1] = VERSION
+    version: Literal[2] = VERSION
     written_by: str
     model: ModelFacts
     settings: dict[str, Any]
@@ -112,15 +109,20 @@ class Probe(NamedTuple):
             raise ConfigError(f"cannot write {path}: {error}") from None
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: Path, model: str = "MODEL") -> Self:
         """Reads a file.
+
+        Args:
+            path: The file.
+            model: Folder or hub name of the model, as errors put it into the command to type.
 
         Raises:
             ConfigError: If there is none, or it is no probe, or one of another version, or
                 incomplete.
         """
+        again = f"make it with `vllm-kvselect calibrate {model}`"
         if not path.is_file():
-            raise ConfigError(f"there is no file {path}; make it with vllm-kvselect calibrate")
+            raise ConfigError(f"there is no file {path}; {again}")
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -135,11 +137,11 @@ class Probe(NamedTuple):
             problem = error.errors()[0]
             raise ConfigError(
                 f"{path} is a probe of another version than {VERSION} "
-                f"({'.'.join(map(str, problem['loc']))}: {problem['msg']}); calibrate again"
+                f"({'.'.join(map(str, problem['loc']))}: {problem['msg']}); {again} anew"
             ) from None
         if tuple(weights.shape) != facts.model.shape or weights.dtype != torch.float32:
             raise ConfigError(
                 f"{path} holds {weights.dtype} weights of shape {tuple(weights.shape)}, where "
-                f"its model needs float32 of {facts.model.shape}; calibrate again"
+                f"its model needs float32 of {facts.model.shape}; {again} anew"
             )
         return cls(weights, facts)

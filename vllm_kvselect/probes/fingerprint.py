@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -11,6 +12,9 @@ from vllm_kvselect.config import ConfigError
 _NUM_TENSORS = 16
 _NUM_ROWS = 64
 """Of each of them: the fingerprint of a large model takes no longer than that of a small one."""
+
+_NUM_SAMPLED = 4
+"""Rows of each place of a tensor that the full fingerprint looks at."""
 
 
 def fingerprint(
@@ -31,16 +35,7 @@ def fingerprint(
     Raises:
         ConfigError: If there are no safetensors files.
     """
-    folder = _folder(model, revision, download_dir)
-    shards = {}
-    for path in sorted(folder.glob("*.safetensors")) if folder else ():
-        with safe_open(path, framework="pt") as file:
-            shards.update(dict.fromkeys(file.keys(), path))
-    if not shards:
-        raise ConfigError(
-            f"{model} has no .safetensors files on this machine, by which its weights are known; "
-            "save it as such with transformers' save_pretrained"
-        )
+    shards = _shards(model, revision, download_dir)
     names = sorted(shards)
     step = max(1, len(names) // _NUM_TENSORS)
     digest = hashlib.sha256()
@@ -52,6 +47,69 @@ def fingerprint(
             rows = tensor[:_NUM_ROWS] if tensor.get_shape() else file.get_tensor(name)
         digest.update(rows.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def full_fingerprint(
+    model: str, revision: str | None = None, download_dir: str | Path | None = None
+) -> str:
+    """A hash of some rows of *every* tensor, so that no layer may be another's.
+
+    `fingerprint` would miss a fine-tuned layer between those that it looks at. A folder of contexts
+    must not: what a layer computed with other weights would be read.
+
+    Args:
+        model: As of `fingerprint`.
+        revision: As of `fingerprint`.
+        download_dir: As of `fingerprint`.
+
+    Returns:
+        SHA-256 in hexadecimal.
+
+    Raises:
+        ConfigError: If there are no safetensors files.
+    """
+    digest = hashlib.sha256()
+    by_file: dict[Path, list[str]] = {}
+    for name, path in sorted(_shards(model, revision, download_dir).items()):
+        by_file.setdefault(path, []).append(name)
+    found = []
+    for path, names in by_file.items():
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                found.append((name, _sample(file, name)))
+    for name, of_tensor in sorted(found):
+        digest.update(f"{name} {of_tensor}".encode())
+    return digest.hexdigest()
+
+
+def _sample(file: Any, name: str) -> str:
+    """A hash of a tensor's shape, and of its first, middle and last rows."""
+    tensor = file.get_slice(name)
+    shape = tensor.get_shape()
+    digest = hashlib.sha256(f"{tensor.get_dtype()} {shape}".encode())
+    if len(shape) > 1:
+        starts = (0, shape[0] // 2, max(0, shape[0] - _NUM_SAMPLED))
+        parts = [tensor[start : start + _NUM_SAMPLED] for start in starts]
+    else:
+        parts = [file.get_tensor(name)]
+    for part in parts:
+        digest.update(part.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _shards(model: str, revision: str | None, download_dir: str | Path | None) -> dict[str, Path]:
+    """The file of each tensor."""
+    folder = _folder(model, revision, download_dir)
+    shards = {}
+    for path in sorted(folder.glob("*.safetensors")) if folder else ():
+        with safe_open(path, framework="pt") as file:
+            shards.update(dict.fromkeys(file.keys(), path))
+    if not shards:
+        raise ConfigError(
+            f"{model} has no .safetensors files on this machine, by which its weights are known; "
+            "save it as such with transformers' save_pretrained"
+        )
+    return shards
 
 
 def _folder(model: str, revision: str | None, download_dir: str | Path | None) -> Path | None:

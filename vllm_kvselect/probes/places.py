@@ -39,7 +39,7 @@ def find_probe(model: str, fingerprint: str, file: str | None) -> tuple[Probe, P
             f"there is no probe of {model}; make one in some minutes with `vllm-kvselect calibrate "
             f"{model}`, or name its file (--kv-eviction-probe)"
         )
-    probe = Probe.load(path)
+    probe = Probe.load(path, model)
     if probe.facts.model.fingerprint != fingerprint:
         raise ConfigError(
             f"{path} is the probe of {probe.facts.model.name}, whose weights are not those of "

@@ -5,6 +5,7 @@ from typing import TypeVar
 import torch
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scorers import Draw
 from vllm_kvselect.scoring.inputs import ScoringInputs
 
 _MASK = 2**32 - 1
@@ -28,7 +29,7 @@ def random_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor
     places = torch.arange(inputs.num_scored, device=device)
     if inputs.num_absent is not None:
         places = (places - inputs.num_absent[:, None]).clamp_(min=0)
-    of_head = _mix(_mix(_mix(config.seed) + inputs.layer_index) + heads)
+    of_head = _mix(_mix(_mix(config.of(Draw).seed) + inputs.layer_index) + heads)
     return (_mix(of_head[:, None] + places) >> 8).to(torch.float32) / 2**24
 
 

@@ -3,6 +3,7 @@
 import torch
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scorers import Pooling
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.snapkv import max_pool, mean_pool, window_attention
 
@@ -22,10 +23,11 @@ def defensive_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Ten
         `[num_kv_heads, num_tokens - window]`, at least float32.
     """
     rows = window_attention(inputs)[..., : inputs.num_scored]
-    if config.pooling == "max":
-        worst = max_pool(rows.amax(dim=1), config.kernel_size)
+    pooling = config.of(Pooling)
+    if pooling.pooling == "max":
+        worst = max_pool(rows.amax(dim=1), pooling.kernel_size)
     else:
-        pooled = mean_pool(rows, config.kernel_size)
+        pooled = mean_pool(rows, pooling.kernel_size)
         total = pooled.sum(dim=-1, keepdim=True).clamp_(min=torch.finfo(pooled.dtype).tiny)
         worst = (pooled * (rows.sum(dim=-1, keepdim=True) / total)).amax(dim=1)
     return torch.maximum(worst, worst.mean(dim=-1, keepdim=True))

@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
-from vllm_kvselect.scoring.observer import Observer, Twins
+from vllm_kvselect.scorers import Expectation, FirstTokens
+from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.memory import ObservingMemory, Twins, no_twins
 from vllm_kvselect.scoring.query_moments import QueryMoments
 
 _BLOCK_ELEMENTS = 2**22
@@ -34,7 +35,7 @@ def expected_attention_scores(inputs: ScoringInputs, config: EvictionConfig) -> 
     value = inputs.value[:, : weights.shape[1]]
     norms: torch.Tensor = torch.linalg.vector_norm(value, dim=-1, dtype=weights.dtype)
     scores = weights * norms
-    scores[:, : config.num_sinks] = float("inf")
+    scores[:, : _num_sinks(config)] = float("inf")
     return scores
 
 
@@ -49,8 +50,9 @@ def expected_weights(inputs: ScoringInputs, config: EvictionConfig) -> torch.Ten
         Likewise.
     """
     num_tokens = min(inputs.key.shape[1] - config.window, inputs.value.shape[1])
-    weights = expected_attention(inputs, config)[:, :num_tokens] + config.expected_eps
-    weights[:, : config.num_sinks] = float("inf")
+    expected = expected_attention(inputs, config)[:, :num_tokens]
+    weights = expected + config.of(Expectation).expected_eps
+    weights[:, : _num_sinks(config)] = float("inf")
     return weights
 
 
@@ -69,11 +71,12 @@ def expected_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.T
         model's own attention sinks leave of it.
     """
     num_kv_heads, num_tokens, head_size = inputs.key.shape
+    num_sinks = _num_sinks(config)
     moments = inputs.moments or _moments(inputs, 0, num_tokens, config)
     assert moments is not None
     mean, covariance = _of_later_queries(moments, inputs, config)
     logits = _log_expectations(
-        inputs.key[:, config.num_sinks :],
+        inputs.key[:, num_sinks:],
         (inputs.scale * mean).view(num_kv_heads, -1, head_size),
         (inputs.scale**2 / 2 * covariance).view(num_kv_heads, -1, head_size, head_size),
     )
@@ -82,28 +85,21 @@ def expected_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.T
         logits = torch.cat((logits, of_heads), dim=-1)
     attention = logits.softmax(dim=-1).mean(dim=1)
     scores = attention.new_zeros(num_kv_heads, num_tokens)
-    num_keys = num_tokens - config.num_sinks
-    scores[:, config.num_sinks :] = attention[:, : max(num_keys, 0)]
+    num_keys = num_tokens - num_sinks
+    scores[:, num_sinks:] = attention[:, : max(num_keys, 0)]
     return scores
 
 
-class MomentsOfQueries(Observer):
+class MomentsOfQueries(ObservingMemory):
     """The moments, added up chunk by chunk.
 
     They take `num_heads * head_size * (head_size + 1)` floats for each layer that is observed and
     not yet scored: all of them between two chunks of a prompt, one if it comes in one.
     """
 
-    whole_prompt = True
-
     def __init__(self, num_tokens: int, num_layers: int, config: EvictionConfig) -> None:
         super().__init__(num_tokens, num_layers, config)
         self._moments: dict[int, QueryMoments] = {}
-
-    @property
-    def first_position(self) -> int:
-        """The prompt's first token."""
-        return 0
 
     def _observe(self, inputs: ScoringInputs, first_position: int, twin: Twins) -> None:
         added = _moments(inputs, first_position, self.num_tokens, self.config)
@@ -112,9 +108,9 @@ class MomentsOfQueries(Observer):
         known = self._moments.get(inputs.layer_index)
         self._moments[inputs.layer_index] = known.merged(added) if known else added
 
-    def scores(self, inputs: ScoringInputs, scorer: Scorer, config: EvictionConfig) -> torch.Tensor:
-        """Scores by the moments; see `Observer.scores`."""
-        return scorer(replace(inputs, moments=self._moments[inputs.layer_index]), config)
+    def complete(self, inputs: ScoringInputs, twin: Twins = no_twins) -> ScoringInputs:
+        """Adds the layer's moments."""
+        return replace(inputs, moments=self._moments[inputs.layer_index])
 
     def release(self, layer_index: int) -> None:
         """Gives a layer's moments back."""
@@ -128,7 +124,7 @@ def _moments(
 
     The first `num_sinks` are outliers and do not, but the last of all always does.
     """
-    skipped = max(0, min(config.num_sinks, num_tokens - 1) - first_position)
+    skipped = max(0, min(_num_sinks(config), num_tokens - 1) - first_position)
     step, moments = max(1, _BLOCK_ELEMENTS // inputs.query[0].numel()), None
     for start in range(skipped, len(inputs.query), step):
         query = inputs.query[start : start + step].transpose(0, 1)
@@ -140,6 +136,10 @@ def _moments(
     return moments
 
 
+def _num_sinks(config: EvictionConfig) -> int:
+    return config.of(FirstTokens).num_sinks
+
+
 def _of_later_queries(
     moments: QueryMoments, inputs: ScoringInputs, config: EvictionConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,7 +147,7 @@ def _of_later_queries(
     mean, covariance = moments.mean, moments.covariance
     if inputs.rotation is None:
         return mean, covariance
-    later = inputs.rotation.mean(inputs.key.shape[1], config.future)
+    later = inputs.rotation.mean(inputs.key.shape[1], config.of(Expectation).future)
     # R C R^T, by rows and then by columns, which are rows too: C is symmetric.
     by_rows = later.apply(covariance)
     return later.apply(mean[:, None]).squeeze(1), later.apply(by_rows.transpose(1, 2))

@@ -27,20 +27,18 @@ class ScoringInputs:
         layer_index: The layer's place in the model.
         rotation: How queries and keys are rotated by position; the first key's is 0. None where
             the method does not ask, or the model does not rotate.
-        moments: Moments of the prompt's queries before their rotation, where an observer has added
+        moments: Moments of the prompt's queries before their rotation, where a memory has added
             them up; `query` is not read then.
         probe: The layer's calibrated probe, `[num_features, num_kv_heads]`; see `probe.py`. None
             where the method does not ask.
         replayed: The most attention that KVzip's replay pays to each entry,
             `[num_kv_heads, num_tokens]`, or None; off the engine only.
-        received: Attention that each entry has received so far, `[num_kv_heads, num_tokens]`, where
-            rounds have added it up; `query` is not read for it then.
+        numbers: What is remembered of each entry, `[num_kv_heads, num_tokens]`: the attention that
+            it has received, or its score. Queries are not read for it then.
         num_absent: First columns of each head in which there is no entry, `[num_kv_heads]` int64:
             heads that retain different numbers of entries all end with the latest ones. What a
             scorer says of absent entries is ignored, and they must not change what it says of
             others. None where every head has an entry in every column.
-        num_kept: First entries of each head that are retained whatever they score,
-            `[num_kv_heads]` int64, whole pages; only with `num_absent`. None where all compete.
     """
 
     query: torch.Tensor
@@ -54,9 +52,8 @@ class ScoringInputs:
     moments: QueryMoments | None = None
     probe: torch.Tensor | None = None
     replayed: torch.Tensor | None = None
-    received: torch.Tensor | None = None
+    numbers: torch.Tensor | None = None
     num_absent: torch.Tensor | None = None
-    num_kept: torch.Tensor | None = None
 
     @property
     def is_absent(self) -> torch.Tensor | None:
@@ -64,17 +61,6 @@ class ScoringInputs:
         if self.num_absent is None:
             return None
         return absent_columns(self.num_absent, self.key.shape[1])
-
-    @property
-    def is_kept(self) -> torch.Tensor | None:
-        """Columns that are retained whatever they score, absent ones before them included.
-
-        `[num_kv_heads, num_tokens]` bool, or None where all compete.
-        """
-        if self.num_kept is None:
-            return None
-        assert self.num_absent is not None
-        return absent_columns(self.num_absent + self.num_kept, self.key.shape[1])
 
     @property
     def num_scored(self) -> int:

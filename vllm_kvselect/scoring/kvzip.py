@@ -1,12 +1,13 @@
 """KVzip (arXiv 2505.23416): what it takes to repeat the text, from a replay that was made before.
 
-The replay is a second prefill (`analysis/kvzip.py`), so this is no method to serve: it is the
+The replay is a second prefill (`offline/kvzip.py`), so this is no method to serve: it is the
 teacher of the probe, and what the probe is measured against.
 """
 
 import torch
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scorers import FirstTokens
 from vllm_kvselect.scoring.inputs import ScoringInputs
 
 
@@ -24,5 +25,5 @@ def replay_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor
     assert inputs.replayed is not None
     num_tokens = min(inputs.key.shape[1] - config.window, inputs.value.shape[1])
     scores = inputs.replayed[:, :num_tokens].clone()
-    scores[:, : config.num_sinks] = float("inf")
+    scores[:, : config.of(FirstTokens).num_sinks] = float("inf")
     return scores

@@ -1,12 +1,11 @@
-"""A linear probe that imitates a costly score: KVzap's idea (arXiv 2601.07891), on q, k and v.
+"""A linear probe that imitates a costly score: KVzap's idea (arXiv 2601.07891), on keys and values.
 
-KVzap reads a token's hidden state. A token's query, key and value are linear maps of the normalised
-hidden state, and the attention layer has them at hand. A KV head's probe reads what belongs to that
-head: its query group, its key and its value. So a process that holds some of the heads needs
-nothing of the others.
+KVzap reads a token's hidden state. A token's key and value are linear maps of the normalised hidden
+state, and they stay in the cache as long as the token does. A KV head's probe reads that head's
+own: so a process that holds some of the heads needs nothing of the others.
 
-Weights come from `vllm-kvselect calibrate`. A token's score depends on that token alone: a prompt
-can be scored chunk by chunk, while it grows, and no later token changes a score.
+Weights come from `vllm-kvselect calibrate`. A token's score depends on that token alone: it can be
+scored at any cut, and no other token changes its score.
 """
 
 from dataclasses import replace
@@ -14,8 +13,9 @@ from dataclasses import replace
 import torch
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
-from vllm_kvselect.scoring.observer import Observer, Twins
+from vllm_kvselect.scorers import FirstTokens
+from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.memory import EntryNumbers, Twins, no_twins
 
 PER_TOKEN = 2.0**-18
 """Added to a score's logarithm with every position.
@@ -32,7 +32,8 @@ def probe_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Scores entries by what the probe says of them, the first tokens above all others.
 
     Args:
-        inputs: Queries, keys and values from the prompt's first token on, rotation and probe.
+        inputs: Keys and values from the prompt's first token on, rotation and probe; or the scores
+            as each entry's number.
         config: Gives `num_sinks` and `window`.
 
     Returns:
@@ -40,16 +41,59 @@ def probe_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
         float32. Infinity for the first `num_sinks`, which no head drops.
     """
     num_tokens = min(inputs.key.shape[1] - config.window, inputs.value.shape[1])
+    if inputs.numbers is not None:
+        return inputs.numbers[:, :num_tokens]
     competing = _part(inputs, slice(num_tokens))
-    return _above_all(imitated_scores(competing, 0), config)
+    return _above_all(imitated_scores(competing, 0), 0, config)
+
+
+class ScoresOfTokens(EntryNumbers):
+    """The scores themselves: a token is scored when it first competes, and its score moves with it.
+
+    What competes for the first time is in neighbouring columns, behind the packed entries.
+    """
+
+    def __init__(self, num_tokens: int, num_layers: int, config: EvictionConfig) -> None:
+        super().__init__(num_tokens, num_layers, config)
+        self._num_scored = 0  # tokens of the request
+
+    def complete(self, inputs: ScoringInputs, twin: Twins = no_twins) -> ScoringInputs:
+        """Adds the scores of what competes; those of the layer's new entries are computed."""
+        begin, end, first_position = (
+            self._num_packed_columns,
+            inputs.value.shape[1],
+            self._num_scored,
+        )
+        numbers = None if self._columns is None else self._columns[inputs.layer_index, :, :end]
+        if begin < end:
+            fresh = _part(inputs, slice(begin, end))
+            scores = twin(imitated_scores)(fresh, first_position)
+            scores = _above_all(scores, first_position, self.config)
+            if numbers is None:
+                numbers = scores
+            else:
+                numbers[:, begin:] = scores
+        return replace(inputs, numbers=numbers)
+
+    def keep(self, inputs: ScoringInputs) -> None:
+        """Makes room for all layers when the first one comes, where nothing was laid out."""
+        if self._columns is None:
+            assert inputs.numbers is not None
+            self._columns = inputs.numbers.new_empty(self.num_layers, *inputs.numbers.shape)
+            self._columns[inputs.layer_index] = inputs.numbers
+
+    def settle(self, position: int, num_competing: int) -> None:
+        """Ends a cut: what is in the tail will be scored at the next one."""
+        self._num_scored += num_competing - self._num_packed_columns
+        self._columns = None
 
 
 def imitated_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
     """What the probe says of every token: an estimate of the score that it imitates.
 
     Args:
-        inputs: A chunk: queries, keys and values of the same tokens, rotation and probe.
-        first_position: Position of its first token in the prompt.
+        inputs: Keys and values of neighbouring tokens, rotation and probe; queries are not read.
+        first_position: Position of the first of them.
 
     Returns:
         `[num_kv_heads, num_tokens]`, at least float32; not negative, and comparable over heads and
@@ -69,76 +113,37 @@ def imitated_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
     return logarithms.add_(positions, alpha=PER_TOKEN).exp_()
 
 
-class ScoresOfTokens(Observer):
-    """The scores themselves: once a token is seen, nothing else of it is needed.
-
-    Those of a layer take a float for each KV head and token, until the layer is scored.
-    """
-
-    whole_prompt = True
-
-    def __init__(self, num_tokens: int, num_layers: int, config: EvictionConfig) -> None:
-        super().__init__(num_tokens, num_layers, config)
-        self._scores: dict[int, torch.Tensor] = {}
-
-    @property
-    def first_position(self) -> int:
-        """The prompt's first token."""
-        return 0
-
-    def _observe(self, inputs: ScoringInputs, first_position: int, twin: Twins) -> None:
-        added = twin(imitated_scores)(inputs, first_position)
-        if inputs.layer_index not in self._scores:
-            shape = (len(added), self.num_tokens)
-            self._scores[inputs.layer_index] = added.new_empty(shape)
-        end = first_position + added.shape[1]
-        self._scores[inputs.layer_index][:, first_position:end] = added
-
-    def scores(self, inputs: ScoringInputs, scorer: Scorer, config: EvictionConfig) -> torch.Tensor:
-        """Gives the scores; see `Observer.scores`. The rule is `probe_scores`."""
-        num_scored = self.num_tokens - config.window
-        return _above_all(self._scores[inputs.layer_index][:, :num_scored], config)
-
-    def release(self, layer_index: int) -> None:
-        """Gives a layer's scores back."""
-        self._scores.pop(layer_index, None)
-
-
 def probe_features(inputs: ScoringInputs, first_position: int = 0) -> torch.Tensor:
     """What a KV head's probe reads of every token.
 
     Args:
-        inputs: A chunk: queries, keys and values of the same tokens, and the rotation.
-        first_position: Position of its first token in the prompt.
+        inputs: Keys and values of neighbouring tokens, and the rotation; queries are not read.
+        first_position: Position of the first of them.
 
     Returns:
-        `[num_kv_heads, num_tokens, num_features]`, at least float32: the group's queries and the
-        key, both before their rotation, the value, and the constant 1.
+        `[num_kv_heads, num_tokens, num_features]`, at least float32: the key before its rotation,
+        the value, and the constant 1.
     """
-    query, key = inputs.query.transpose(0, 1), inputs.key
+    key = inputs.key
     if inputs.rotation is not None:
-        query = inputs.rotation.undo(query, first_position)
         key = inputs.rotation.undo(key, first_position)
     dtype = torch.promote_types(inputs.key.dtype, torch.float32)
-    # [num_heads, num_tokens, head_size] -> [num_kv_heads, num_tokens, group * head_size]
-    by_group = query.reshape(len(key), -1, *key.shape[1:])
-    group = by_group.transpose(1, 2).flatten(2)
-    parts = [part.to(dtype) for part in (group, key, inputs.value)]
-    return torch.cat((*parts, parts[1].new_ones(*key.shape[:2], 1)), dim=-1)
+    parts = [part.to(dtype) for part in (key, inputs.value)]
+    return torch.cat((*parts, parts[0].new_ones(*key.shape[:2], 1)), dim=-1)
 
 
-def num_features(group: int, head_size: int) -> int:
+def num_features(head_size: int) -> int:
     """Weights of a KV head's probe, for a layer whose keys and values are of one size."""
-    return (group + 2) * head_size + 1
+    return 2 * head_size + 1
 
 
 def _part(inputs: ScoringInputs, tokens: slice) -> ScoringInputs:
-    """Some tokens of a chunk."""
-    query, key, value = inputs.query[tokens], inputs.key[:, tokens], inputs.value[:, tokens]
-    return replace(inputs, query=query, key=key, value=value)
+    """Keys and values of some tokens."""
+    return replace(inputs, key=inputs.key[:, tokens], value=inputs.value[:, tokens])
 
 
-def _above_all(scores: torch.Tensor, config: EvictionConfig) -> torch.Tensor:
+def _above_all(scores: torch.Tensor, first_position: int, config: EvictionConfig) -> torch.Tensor:
     """Marks the first tokens: every head attends to them, whatever they say."""
-    scores[:, : config.num_sinks] = float("inf")
+    num_sinks = config.of(FirstTokens).num_sinks
+    scores[:, : max(0, num_sinks - first_position)].fill_(float("inf"))
     return scores

@@ -6,11 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scorers import Redundancy
+from vllm_kvselect.scoring.blocks import block_elements
 from vllm_kvselect.scoring.inputs import ScoringInputs
-from vllm_kvselect.scoring.snapkv import max_pool, mean_pool, window_logits
-
-_BLOCK_ELEMENTS = 2**22
-"""Cosines that are alive at once, 16 MiB in float32: memory does not grow with the square."""
+from vllm_kvselect.scoring.snapkv import pool, window_logits
 
 
 def r_kv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
@@ -35,8 +34,9 @@ def scores_with(
     config: EvictionConfig,
 ) -> torch.Tensor:
     """The same by a twin of `similarities`, which are nearly all of the work."""
-    lam, num_scored = config.r_kv_lam, inputs.num_scored
-    repeated = _shares(similarities(inputs, config.r_kv_threshold), inputs)
+    redundancy, num_scored = config.of(Redundancy), inputs.num_scored
+    lam = redundancy.r_kv_lam
+    repeated = _shares(similarities(inputs, redundancy.r_kv_threshold), inputs)
     alone = repeated.amax(dim=-1, keepdim=True) - repeated
     return lam * importance(inputs, config) + (1 - lam) * alone[:, :num_scored]
 
@@ -62,8 +62,7 @@ def importance(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
         of_rows = of_heads[:, None, None].expand(-1, len(inputs.query), 1)
         logits = torch.cat((logits, of_rows), dim=-1)
     attention = torch.softmax(logits, dim=-1).mean(dim=1)[:, : inputs.num_scored]
-    pool = max_pool if config.pooling == "max" else mean_pool
-    return pool(attention, config.kernel_size)
+    return pool(attention, config)
 
 
 def redundancy(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
@@ -102,7 +101,7 @@ def similarities(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
         directions = directions.masked_fill(is_absent[..., None], 0)
     columns = torch.arange(num_tokens, dtype=torch.int32, device=key.device)
     total = key.new_zeros(num_kv_heads, num_tokens)
-    step = max(1, _BLOCK_ELEMENTS // total.numel())
+    step = max(1, block_elements(key.device) // total.numel())
     for start in range(0, num_tokens, step):
         rows = directions[:, start : start + step]
         cosines = torch.bmm(rows, directions.transpose(1, 2))

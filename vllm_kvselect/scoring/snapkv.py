@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scorers import Pooling, QueryGroup
 from vllm_kvselect.scoring.inputs import ScoringInputs
 
 
@@ -24,12 +25,11 @@ def snapkv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor
     """
     window, num_kv_heads = inputs.query.shape[0], inputs.key.shape[0]
     rows = window_attention(inputs)
-    if config.group_reduction == "mean":
+    if config.of(QueryGroup).group_reduction == "mean":
         attention = rows.mean(dim=1)
     else:
         attention = rows.view(num_kv_heads, -1, window, rows.shape[2]).mean(dim=2).amax(dim=1)
-    pool = max_pool if config.pooling == "max" else mean_pool
-    return pool(attention[:, : inputs.num_scored], config.kernel_size)
+    return pool(attention[:, : inputs.num_scored], config)
 
 
 def window_attention(inputs: ScoringInputs) -> torch.Tensor:
@@ -74,6 +74,13 @@ def window_logits(inputs: ScoringInputs) -> torch.Tensor:
     if (is_absent := inputs.is_absent) is not None:
         logits.masked_fill_(is_absent[:, None], float("-inf"))
     return logits
+
+
+def pool(scores: torch.Tensor, config: EvictionConfig) -> torch.Tensor:
+    """Pools along the tokens as configured."""
+    parameters = config.of(Pooling)
+    of_neighbours = max_pool if parameters.pooling == "max" else mean_pool
+    return of_neighbours(scores, parameters.kernel_size)
 
 
 def max_pool(scores: torch.Tensor, kernel_size: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import torch
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scorers import FirstTokens
 from vllm_kvselect.scoring.inputs import ScoringInputs
 
 
@@ -20,4 +21,5 @@ def streaming_llm_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch
     places = torch.arange(num_scored, device=inputs.key.device).expand(num_kv_heads, -1)
     if inputs.num_absent is not None:
         places = places - inputs.num_absent[:, None]
-    return torch.where(places < config.num_sinks, num_scored, places).to(torch.float32)
+    is_first = places < config.of(FirstTokens).num_sinks
+    return torch.where(is_first, num_scored, places).to(torch.float32)

@@ -10,6 +10,7 @@ from math import floor, inf
 import torch
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.scopes import Floor, Pyramid
 
 SAFEGUARD_UNIT = 2**16
 """The safeguard is rounded to this fraction so that budgets are exact integers."""
@@ -55,15 +56,16 @@ def adaptive_pages(
         gets more pages than it has tokens to fill.
     """
     even = num_packed * block_size
-    if config.floor == "minimum":
+    parameters = config.of(Floor)
+    if parameters.floor == "minimum":
         first = torch.sort(scores, dim=-1, descending=True, stable=True)
-        least = int(config.safeguard * even)
+        least = int(parameters.safeguard * even)
         # What is not there stays so: a head may have fewer entries than the floor.
         raised = first.values[:, :least].masked_fill(first.values[:, :least] > -inf, inf)
         counts = _counts_of_best(scores.scatter(-1, first.indices[:, :least], raised), even)
         return largest_remainder(counts, block_size)
     counts = _counts_of_best(scores, even)
-    budgets = blended_budgets(counts, even, config.safeguard)
+    budgets = blended_budgets(counts, even, parameters.safeguard)
     return largest_remainder(budgets, SAFEGUARD_UNIT * block_size)
 
 
@@ -106,7 +108,7 @@ def pyramid_blocks(
     """
     if num_layers == 1:
         return [num_packed]
-    least = max(Fraction(num_packed, config.beta), Fraction(1))
+    least = max(Fraction(num_packed, config.of(Pyramid).beta), Fraction(1))
     most = min(2 * num_packed - least, Fraction(num_blocks))
     step = 2 * (most - num_packed) / (num_layers - 1)
     quotas = [most - layer * step for layer in range(num_layers)]

@@ -6,6 +6,7 @@ from typing import NamedTuple, Self
 import torch
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.norms import Mass, Smoothing
 from vllm_kvselect.scoring.inputs import absent_columns
 from vllm_kvselect.scoring.thetakv import smoothed
 from vllm_kvselect.selecting.selection import mass_mask
@@ -120,7 +121,7 @@ def by_bound(candidates: Candidates, even: int, config: EvictionConfig) -> torch
         `[..., num_kv_heads, num_tokens]`.
     """
     assert candidates.norms is not None
-    attention = smoothed(candidates.stage_2, config.lam, candidates.num_absent)
+    attention = smoothed(candidates.stage_2, config.of(Smoothing).lam, candidates.num_absent)
     return attention * candidates.norms
 
 
@@ -142,7 +143,7 @@ def by_defence(candidates: Candidates, even: int, config: EvictionConfig) -> tor
     norms = candidates.norms
     assert norms is not None
     total = norms.sum(dim=-2, keepdim=True).clamp_(min=torch.finfo(norms.dtype).tiny)
-    stage_1 = mass_mask(candidates.scores, config.mass, even)
+    stage_1 = mass_mask(candidates.scores, config.of(Mass).mass, even)
     products = candidates.stage_2 * (norms / total)
     return torch.where(stage_1, 2 + candidates.scores, products)
 

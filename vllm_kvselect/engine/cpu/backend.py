@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
-from vllm.v1.attention.backend import AttentionLayer
+from vllm.v1.attention.backend import AttentionLayer, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -13,17 +13,25 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_kvselect.engine.cpu.pages import PageCodec, one_head_view, write_entries
 from vllm_kvselect.engine.cpu.schedules import Schedules
+from vllm_kvselect.engine.drop.memory import all_layers
+from vllm_kvselect.engine.drop.state import RetentionState
+from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
 from vllm_kvselect.engine.step.layer import HeadwiseImpl, refuse_layer
-from vllm_kvselect.engine.step.memory import all_layers
 from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
-from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.page_table import PageTable
 
 
 class HeadwiseCPUAttentionBackend(CPUAttentionBackend):
     """vLLM's CPU backend with our builder and impl; the worker puts it in place."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """The size of a page: vLLM splits larger blocks into kernel blocks of it."""
+        page_size = PLATFORMS["cpu"].page_size
+        assert page_size is not None
+        return [page_size]
 
     @staticmethod
     def get_impl_cls() -> type["HeadwiseCPUAttentionImpl"]:
@@ -83,27 +91,23 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         """
         self._connect(layer_index, kv_cache, state, kernels)
         self._isa, self._codec, self._schedules = isa, codec, schedules
-        self._key_pages, self._value_pages = one_head_view(all_layers(kv_cache)).chunk(2, dim=2)
+        self._memory = all_layers(kv_cache)
+        self._key_pages, self._value_pages = one_head_view(self._memory).chunk(2, dim=2)
         if self.sinks is not None and self.sinks.dtype != torch.bfloat16:
             self.sinks = self.sinks.float()  # what else the kernel takes
 
     def read_keys(self, pages: torch.Tensor) -> torch.Tensor:
-        """Keys of whole pages in token order, `[num_kv_heads, n, head_size]`."""
-        return self._codec.read_keys(self.kv_cache, pages)
+        """Keys of whole pages in their order, `[num_kv_heads, n, head_size]`."""
+        return self._codec.read_keys(self._memory, pages)
 
     def read_values(self, pages: torch.Tensor) -> torch.Tensor:
-        """Values of whole pages in token order, `[num_kv_heads, n, head_size]`."""
-        return self._codec.read_values(self.kv_cache, pages)
+        """Values of whole pages in their order, `[num_kv_heads, n, head_size]`."""
+        return self._codec.read_values(self._memory, pages)
 
-    def read_held(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of whole pages in the memory of all layers; see `RoundLayer`."""
-        cache = all_layers(self.kv_cache)
-        return self._codec.read_keys(cache, pages), self._codec.read_values(cache, pages)
-
-    def move_slots(self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Moves entries from slots to slots of a layer's cache, or of the memory of all layers."""
-        key, value = self._codec.read_entries(cache, sources)
-        write_entries(cache, key, value, targets, self._isa)
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves entries from slots to slots of the memory of all layers."""
+        key, value = self._codec.read_entries(self._memory, sources)
+        write_entries(self._memory, key, value, targets, self._isa)
 
     def _table(self, batch: HeadwiseBatch) -> PageTable:
         layer = self.layer_index

@@ -1,11 +1,14 @@
 """EvictionCPUWorker: vLLM's CPU worker with eviction."""
 
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvselect.engine.cpu.allocator import keep_freed_memory
@@ -42,8 +45,27 @@ class EvictionCPUWorker(EvictionWorker, CPUWorker):
         logger.info("KV eviction selects with compiled kernels: %s", tier)
         return kernels
 
+    def _page_layout(self) -> str:
+        instructions = torch.backends.cpu.get_cpu_capability()
+        return f"{platform.machine()} {instructions} amx {torch.cpu._is_amx_tile_supported()}"
+
     def _prepared(self, projection: OutputProjection) -> OutputProjection:
         return cpu.pack(projection) if self._kernels is cpu.KERNELS else projection
+
+    def _begin_step(self, scheduled: SchedulerOutput) -> None:
+        """Also zeroes new blocks where vLLM would not: it takes kernel blocks for them.
+
+        A block that held a state may be read before it is full, and what is no number stays none.
+        """
+        super()._begin_step(scheduled)
+        num_blocks = self.cache_config.num_gpu_blocks
+        for layer in (layer for builder in self._started for layer in builder.layers):
+            if len(layer.kv_cache) == num_blocks:
+                return  # vLLM's own way
+            for block_id in scheduled.new_block_ids_to_zero or ():
+                parts = len(layer.kv_cache) // num_blocks
+                layer.kv_cache[block_id * parts : (block_id + 1) * parts].zero_()
+        scheduled.new_block_ids_to_zero = None
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's; requests in mid-prefill do not draw from their own random generators.

@@ -4,6 +4,8 @@ Nothing here waits for the device. What is cut where is decided from what the ho
 their cuts, and lengths that are exact while a prompt is not complete.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,15 +21,16 @@ from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.cuda.graph_queries import GraphQueries
 from vllm_kvselect.engine.cuda.tables import HeadwiseTables
+from vllm_kvselect.engine.drop.page_tables import SettledRows
+from vllm_kvselect.engine.drop.request import Request
+from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
-from vllm_kvselect.engine.step.page_tables import SettledRows
 from vllm_kvselect.engine.step.rows import Rows
-from vllm_kvselect.engine.step.seen_queries import SeenQueries, Sees
-from vllm_kvselect.engine.step.split import Split, Splitter
-from vllm_kvselect.engine.step.state import RetentionState
+from vllm_kvselect.engine.step.split import Sees, Split, Splitter
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.page_table import PageTable
+from vllm_kvselect.scoring.memory import StepQueries
 
 
 class CudaBackend(AttentionBackend):
@@ -50,7 +53,7 @@ class DeviceSplitter(Splitter):
     """Splits batches whose block tables and lengths are on a device."""
 
     def decodes(self, common: CommonAttentionMetadata) -> Rows | None:
-        """The rows of a batch of decodes; rounds that are due before it are made.
+        """The rows of a batch of decodes.
 
         A token of a prompt that drops nothing counts as a decode: it reads the whole cache.
 
@@ -62,16 +65,14 @@ class DeviceSplitter(Splitter):
         """
         if common.max_query_len != 1:
             return None
-        requests = self._requests_of(common)
-        self._make_rounds(requests, common.block_table_tensor)
-        rows = self._rows(common, requests)
+        rows = self._rows(common, self._requests_of(common))
         observed = [request.num_observed for request in rows.requests]
         if (rows.num_computed < observed).any():
             return None
         return rows
 
-    def seen_queries(self, rows: Rows) -> SeenQueries | None:
-        """The tokens of rows whose queries the next rounds of their requests look through."""
+    def seen_queries(self, rows: Rows) -> StepQueries | None:
+        """The tokens of rows whose queries the next cuts of their requests look through."""
         return self._seen_queries(rows, self._state.offsets.device)
 
     def _seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
@@ -80,9 +81,6 @@ class DeviceSplitter(Splitter):
         bound = common.seq_lens_cpu_upper_bound
         assert bound is not None
         return bound
-
-    def _block_id(self, blocks: torch.Tensor, index: int) -> torch.Tensor:
-        return blocks[index : index + 1]
 
     def _may_wait(self, rows: Rows, row: int) -> bool:
         return False  # the device chooses while the host goes on
@@ -138,7 +136,7 @@ class CudaMetadataBuilder(HeadwiseBuilder):
             kernels,
         )
         dtype = self.vllm_config.model_config.dtype
-        if self.largest_full_graph and spec.eviction.may_make_rounds:
+        if self.largest_full_graph and spec.eviction.may_drop_again:
             num_rows = min(self.largest_full_graph, self.vllm_config.scheduler_config.max_num_seqs)
             sizes = (len(layers), num_rows, layers[0].num_heads, spec.head_size)
             self.graph_queries = GraphQueries(*sizes, dtype, self.device)
@@ -146,6 +144,16 @@ class CudaMetadataBuilder(HeadwiseBuilder):
             layer.impl.start(index, layer, state, self.tables, dtype, kernels)
             if spec.eviction.decode_attention == "xformers":
                 layer.impl.take_xformers()
+
+    @contextmanager
+    def serving(self, request: Request) -> Iterator[None]:
+        """Meanwhile the rows of a batch are those of one made-up request."""
+        served = self._splitter
+        self._splitter = self.splitter(lambda _: [request])
+        try:
+            yield
+        finally:
+            self._splitter = served
 
     def build(
         self,
@@ -156,11 +164,10 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         """vLLM's metadata where nothing is dropped and no graph may run, else the split batch."""
         common, splitter = common_attn_metadata, self._splitter
         assert splitter is None or isinstance(splitter, DeviceSplitter)
-        if self.graph_queries is not None:
-            self.graph_queries.hand_over()
+        self.take_queries()
         rows = splitter.decodes(common) if splitter else None
         in_graph = self._may_be_in_graph(common)
-        if rows is None or not (in_graph or any(request.cut for request in rows.requests)):
+        if rows is None or not (in_graph or any(request.border for request in rows.requests)):
             return super().build(common_prefix_len, common, fast_build)
         assert isinstance(splitter, DeviceSplitter)
         wanted = splitter.seen_queries(rows)
@@ -171,6 +178,11 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         num_splits = 1 if envs.VLLM_BATCH_INVARIANT else self._max_num_splits(in_graph)
         batch = self.tables.decode_batch(rows.requests, common, num_splits)
         return Split([], [], [], [batch], seen)
+
+    def take_queries(self) -> None:
+        """Takes the last step's queries out of the buffer that the next one overwrites."""
+        if self.graph_queries is not None:
+            self.graph_queries.hand_over()
 
     def _max_num_splits(self, in_graph: bool) -> int:
         """Parts into which the call may cut a sequence; 0 leaves it to the call."""

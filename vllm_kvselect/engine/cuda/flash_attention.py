@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from vllm_kvselect.engine.cuda.backends import refuse_large_view
 from vllm_kvselect.engine.cuda.builder import CudaBackend, CudaMetadataBuilder
 from vllm_kvselect.engine.cuda.layer import CudaImpl
 from vllm_kvselect.engine.step.layer import refuse_layer
@@ -46,6 +47,11 @@ class HeadwiseFlashAttentionImpl(CudaImpl, FlashAttentionImpl):
         super().__init__(*args, **kwargs)
         # Its kernel takes blocks of 128 tokens and tables cut to the batch's longest request.
         refuse_layer(heads_of_256_channels_on_Blackwell=self.fa4_hd256)
+
+    def start(self, *args: Any, **kwargs: Any) -> None:
+        """Connects the layer to its group; see `CudaImpl.start`."""
+        super().start(*args, **kwargs)
+        refuse_large_view(self.vllm_flash_attn_version, self._key_pages)
 
     def _attend_pages(
         self,

@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_kvselect.engine.step.seen_queries import SeenQueries
+from vllm_kvselect.scoring.memory import StepQueries
 
 
 class GraphQueries:
@@ -12,7 +12,7 @@ class GraphQueries:
 
     Args:
         num_layers: Layers of the group.
-        num_rows: Rows of the largest step, of one token each.
+        num_rows: Most rows of a step, of one token each.
         num_heads: Query heads on this rank.
         head_size: Elements of a query.
         dtype: Of queries, as scorers take them.
@@ -30,13 +30,17 @@ class GraphQueries:
     ) -> None:
         shape = (num_layers, num_rows, num_heads, head_size)
         self._buffer = torch.zeros(shape, dtype=dtype, device=device)
-        self._wanted: SeenQueries | None = None
+        self._wanted: StepQueries | None = None
 
     def see(self, layer_index: int, query: torch.Tensor) -> None:
-        """Copies the queries of a layer, `[num_tokens, num_heads, head_size]`; may be captured."""
-        self._buffer[layer_index, : len(query)].copy_(query)
+        """Copies the queries of a layer, `[num_tokens, num_heads, head_size]`; may be captured.
 
-    def want(self, wanted: SeenQueries | None) -> None:
+        A step that runs in pieces may be padded beyond the most rows: nobody wants what pads it.
+        """
+        rows = self._buffer[layer_index, : len(query)]
+        rows.copy_(query[: len(rows)])
+
+    def want(self, wanted: StepQueries | None) -> None:
         """Takes note of what is to be kept of the step at hand."""
         self._wanted = wanted
 

@@ -11,11 +11,10 @@ from vllm.v1.attention.backend import AttentionLayer, AttentionType
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.cuda.tables import HeadwiseTables
 from vllm_kvselect.engine.cuda.xformers_attention import SplitKAttention
+from vllm_kvselect.engine.drop.memory import all_layers
+from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.step.layer import HeadwiseImpl, refuse_layer
-from vllm_kvselect.engine.step.memory import all_layers
-from vllm_kvselect.engine.step.packing import Packing
 from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
-from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.page_table import PageTable
 
@@ -150,34 +149,29 @@ class CudaImpl(HeadwiseImpl):
         return query.to(self._dtype)
 
     def read_keys(self, pages: torch.Tensor) -> torch.Tensor:
-        """Keys of whole pages in token order, `[num_kv_heads, n, head_size]`."""
-        return self._entries(self.kv_cache, pages)[0]
+        """Keys of whole pages in their order, `[num_kv_heads, n, head_size]`."""
+        return self._entries(pages)[0]
 
     def read_values(self, pages: torch.Tensor) -> torch.Tensor:
-        """Values of whole pages in token order, `[num_kv_heads, n, head_size]`."""
-        return self._entries(self.kv_cache, pages)[1]
+        """Values of whole pages in their order, `[num_kv_heads, n, head_size]`."""
+        return self._entries(pages)[1]
 
-    def _read(self, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._entries(self.kv_cache, packing.pages)
+    def read(self, pages: torch.Tensor, num_competing: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of whole pages, which stand side by side; see `DropLayer`."""
+        return self._entries(pages)
 
-    def read_held(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of whole pages in the memory of all layers; see `RoundLayer`."""
-        return self._entries(all_layers(self.kv_cache), pages)
-
-    def _entries(
-        self, cache: torch.Tensor, pages: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys, up to their scale, and values of whole pages in token order.
+    def _entries(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys, up to their scale, and values of whole pages in their order.
 
         Args:
-            cache: A layer's cache, or the memory of all layers.
-            pages: Page ids of each head in it, `[num_kv_heads, n]` int64.
+            pages: Page ids of each head, `[num_kv_heads, n]` int64.
 
         Returns:
             `[num_kv_heads, n * block_size, head_size]` each, in the model's dtype.
         """
-        read = cache.flatten(0, 1).index_select(0, pages.flatten())
-        key, value = read.view(len(pages), -1, cache.shape[-1]).split(self.head_size, dim=-1)
+        memory = all_layers(self.kv_cache)
+        read = memory.flatten(0, 1).index_select(0, pages.flatten())
+        key, value = read.view(len(pages), -1, memory.shape[-1]).split(self.head_size, dim=-1)
         if not self._is_quantized:
             return key, value
         key, value = (
@@ -185,16 +179,9 @@ class CudaImpl(HeadwiseImpl):
         )
         return key, value.mul_(self._value_scale)
 
-    def move_entries(self, retained: torch.Tensor, packing: Packing) -> None:
-        """Moves what this layer retains into the packed blocks."""
-        entries = self.kernels.gather_from_blocks(
-            self.kv_cache, packing.blocks, retained, packing.num_competing
-        )
-        self.kernels.scatter_entries(self.kv_cache, packing.slots, entries)
-
-    def move_slots(self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Moves entries from slots to slots of a layer's cache, or of the memory of all layers."""
-        # One head whose tokens are the slots.
-        slots = cache.view(1, -1, cache.shape[-1])
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves entries from slots to slots of the memory of all layers."""
+        memory = all_layers(self.kv_cache)
+        slots = memory.view(1, -1, memory.shape[-1])  # one head whose tokens are the slots
         entries = self.kernels.gather_entries(slots, sources, slots.shape[1])
-        self.kernels.scatter_entries(cache, targets, entries)
+        self.kernels.scatter_entries(memory, targets, entries)

@@ -5,10 +5,10 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvselect.engine.step.page_tables import SettledRows
-from vllm_kvselect.engine.step.request import Request
+from vllm_kvselect.engine.drop.page_tables import SettledRows
+from vllm_kvselect.engine.drop.request import Request
+from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch
-from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.page_table import PageTable
 
@@ -89,8 +89,8 @@ class HeadwiseTables:
         num_rows = common.num_reqs
         host = np.zeros((2, num_rows), dtype=np.int32)
         for row, request in enumerate(requests):
-            if request.cut is not None:
-                host[:, row] = request.cut.first_packed, request.cut.tail_start
+            if (cut := request.border) is not None:
+                host[:, row] = cut.first_packed, cut.tail_start
         cuts = self._cuts[:, :num_rows]
         cuts.copy_(async_tensor_h2d(host, cuts.device))
         first_packed, tail_start = cuts

@@ -1,27 +1,26 @@
 """Launches the kernels of eviction once, before anyone waits for them.
 
 Triton compiles a kernel when it is first launched, and while a graph is captured it cannot. What it
-compiles for depends on sizes, so prompts of several lengths are packed, and rounds are made: all of
+compiles for depends on a few sizes, so made-up requests of each kind run through all layers: all of
 their blocks are the null block, which nobody reads.
 """
 
 from collections.abc import Iterable
-from itertools import count, takewhile
+from dataclasses import replace
 
 import numpy as np
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cuda.builder import CudaMetadataBuilder
-from vllm_kvselect.engine.step.received import Received
-from vllm_kvselect.engine.step.request import Request
-from vllm_kvselect.engine.step.seen_queries import SeenQueries, SeenQuery
-from vllm_kvselect.methods.registry import METHODS
-from vllm_kvselect.retention import Cuts, cuts
-
-_LONGEST = 16384
-"""From this length on the kernels' tiles and splits stay the same."""
+from vllm_kvselect.engine.cuda.tables import table_width
+from vllm_kvselect.engine.drop.request import Progress, Request
+from vllm_kvselect.planning.cuts import cuts
+from vllm_kvselect.planning.plan import Plan, plan
+from vllm_kvselect.registry import METHODS
+from vllm_kvselect.scoring.memory import StepQueries
 
 
 def warm_up(
@@ -29,7 +28,7 @@ def warm_up(
     methods: Iterable[str],
     eviction: EvictionConfig,
 ) -> None:
-    """Packs made-up prompts in all layers of a group, makes rounds, and builds page tables.
+    """Packs made-up prompts in all layers of a group, makes rounds, prefills sparsely, decodes.
 
     Args:
         builder: The group's builder, started.
@@ -37,79 +36,136 @@ def warm_up(
         eviction: The server's configuration.
     """
     for method in methods:
-        config = eviction.model_copy(update={"method": method})
+        update = {"method": method, "prefill": "dense", "context": None}
+        config = eviction.model_copy(update=update)
         for num_tokens in _lengths(builder, config):
-            request = Request.planned(num_tokens, builder.block_size, config)
-            _pack(builder, request, num_tokens)
+            request = Request(plan(config, None, None, num_tokens, builder.block_size))
+            _prefill(builder, request)
+            _step(builder, request, num_tokens + 2, 2)  # past its prompt
             if not METHODS[method].whole_prompt:
-                _pack(builder, request, config.window)  # reads the rest from the cache
-        if eviction.may_make_rounds and METHODS[method].in_rounds:
-            _make_rounds(builder, config)
-    nothing = Request(0, eviction, Cuts(), None)
+                request.progress = Progress()
+                _step(builder, request, num_tokens, config.window)  # reads the rest from the cache
+        if eviction.may_drop_again and METHODS[method].in_rounds:
+            for num_tokens in _lengths_before_rounds(builder):
+                _make_rounds(builder, config, num_tokens)
+    if eviction.may_prefill_sparsely:
+        _prefill_sparsely(builder, eviction)
+    nothing = Request(Plan(0, eviction))
+    _step(builder, nothing, 1, 1)
     rows = builder.tables.decode_batch([nothing], _common(builder, 1, 1), 0).rows
     for index in range(len(builder.layers)):
         builder.tables.of_layer(index, rows)
+        builder.tables.of_layer(index, replace(rows, offsets=None))
+    if builder.graph_queries is not None:
+        builder.graph_queries.want(None)
     builder.state.clear()
 
 
 def _lengths(builder: CudaMetadataBuilder, config: EvictionConfig) -> list[int]:
-    """The shortest aligned prompt that drops entries, one that is not aligned, and longer ones."""
-    block_size, limit = builder.block_size, builder.vllm_config.model_config.max_model_len
-    aligned = takewhile(lambda length: length < limit, count(block_size, block_size))
-    first = next((length for length in aligned if cuts(length, block_size, config)), None)
-    if first is None:
-        return []
-    doubled = takewhile(
-        lambda length: length <= min(limit, _LONGEST), (first << power for power in count(1))
-    )
-    return [first, first + 1, *doubled]
+    """Of prompts that drop entries: the shortest for each size of the kernels' tiles."""
+    # Imports Triton, which is there on CUDA.
+    from vllm_kvselect.kernels.triton.selection import row_block
+
+    if "budget" in config.allow_override:  # as little as a request may ask for
+        least = config.window + builder.block_size
+        config = config.model_copy(update={"budget": least})
+    found: dict[int, int] = {}
+    for length in _aligned(builder):
+        if planned := cuts(length, builder.block_size, config):
+            found.setdefault(row_block(planned[0].tail_start * builder.block_size), length)
+    return [*found.values()]
 
 
-def _pack(builder: CudaMetadataBuilder, request: Request, num_new: int) -> None:
-    """Packs a prompt whose last `num_new` tokens are computed in this step."""
-    request.begin_again()
-    common = _common(builder, request.num_prompt_tokens, num_new)
-    split = builder.splitter(lambda _: [request]).split(common)
-    assert split is not None
+def _lengths_before_rounds(builder: CudaMetadataBuilder) -> list[int]:
+    """Of prompts that nothing was dropped from: one for each size of the kernels' tiles."""
+    from vllm_kvselect.kernels.triton.selection import row_block
+
+    return [*{row_block(length): length for length in (*reversed(_aligned(builder)), 1)}.values()]
+
+
+def _aligned(builder: CudaMetadataBuilder) -> range:
+    """Lengths of whole blocks that leave room for an answer."""
+    limit = builder.vllm_config.model_config.max_model_len
+    return range(builder.block_size, limit, builder.block_size)
+
+
+def _prefill(builder: CudaMetadataBuilder, request: Request) -> None:
+    """Computes a prompt, in as many chunks as the scheduler would make."""
+    request.progress = Progress()
+    size, num_tokens = builder.vllm_config.scheduler_config.max_num_batched_tokens, 0
+    while num_tokens < request.plan.num_prompt_tokens:
+        end = min(num_tokens + size, request.plan.num_prompt_tokens)
+        if request.plan.segments is not None:
+            end = request.plan.segments.last_border(end)
+        _step(builder, request, end, end - num_tokens)
+        num_tokens = end
+
+
+def _step(builder: CudaMetadataBuilder, request: Request, num_tokens: int, num_new: int) -> None:
+    """Computes tokens of a request in one step.
+
+    Args:
+        builder: The group's builder.
+        request: The request.
+        num_tokens: Its tokens after the step.
+        num_new: Its tokens in the step.
+    """
+    request.num_computed = num_tokens - num_new
     dtype = builder.vllm_config.model_config.dtype
+    with builder.serving(request):
+        metadata = builder.build(0, _common(builder, num_tokens, num_new))
     for layer in builder.layers:
-        query, key = (
+        query, key, value, output = (
             torch.zeros(num_new, heads, layer.head_size, dtype=dtype, device=builder.device)
-            for heads in (layer.num_heads, layer.num_kv_heads)
+            for heads in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads, layer.num_heads)
         )
-        for observation in split.observations:
-            layer.impl.observe(query, key, key, observation)
-        for completion in split.completions:
-            layer.impl.pack(query, key, key, completion)
+        if layer.query_quant is not None:
+            query = query.to(current_platform.fp8_dtype())
+        layer.impl.forward(layer, query, key, value, layer.kv_cache, metadata, output)
 
 
-def _make_rounds(builder: CudaMetadataBuilder, config: EvictionConfig) -> None:
+def _make_rounds(
+    builder: CudaMetadataBuilder, config: EvictionConfig, num_prompt_tokens: int
+) -> None:
     """Makes the first two rounds of a request: before the second one its heads are uneven."""
     builder.state.clear()  # a request that has dropped nothing has no offsets
-    if not config.decode_budget:  # requests choose theirs
-        config = config.model_copy(update={"decode_budget": config.window + builder.block_size})
-    longest = builder.vllm_config.model_config.max_model_len - 1
-    request = Request.planned(1, builder.block_size, config, longest)
-    seen = SeenQueries(slice(None), len(builder.layers))
-    for index, layer in enumerate(builder.layers):
-        shape = (1, layer.num_heads, layer.head_size)
-        dtype = builder.vllm_config.model_config.dtype
-        seen.see(index, torch.zeros(shape, dtype=dtype, device=builder.device))
-    for cut in request.cuts[:2]:
-        if request.has_sums and request.received is None:
-            shape = (len(builder.layers), builder.state.num_kv_heads, 1)
-            request.received = Received.of_prompt(torch.zeros(shape, device=builder.device))
-        request.seen = {
-            position: SeenQuery(seen, 0)
-            for position in range(request.first_seen(cut), cut.position)
-        }
+    longest, least = builder.vllm_config.model_config.max_model_len - 1, config.window
+    budgets = {"budget": longest, "decode_budget": least + builder.block_size}
+    config = config.model_copy(update=budgets)
+    made = cuts(num_prompt_tokens, builder.block_size, config, longest - num_prompt_tokens)
+    request = Request(Plan(num_prompt_tokens, config, made))
+    _prefill(builder, request)
+    for cut in made[:2]:
+        first = request.first_query(cut)
+        tokens = torch.zeros(cut.position - first, dtype=torch.int64, device=builder.device)
+        seen = StepQueries(tokens, len(builder.layers))
+        for index, layer in enumerate(builder.layers):
+            shape = (1, layer.num_heads, layer.head_size)
+            dtype = builder.vllm_config.model_config.dtype
+            seen.see(index, torch.zeros(shape, dtype=dtype, device=builder.device))
+        request.progress.queries.keep(seen, 0, first, cut.position)
         request.num_computed = cut.position
-        builder.splitter(lambda _: [request]).split(_common(builder, cut.position + 1, 1))
+        request.progress.block_ids = [0] * -(-cut.position // builder.block_size)
+        builder.due.make(request)
+        _step(builder, request, cut.position + 1, 1)
+
+
+def _prefill_sparsely(builder: CudaMetadataBuilder, eviction: EvictionConfig) -> None:
+    """Prefills the shortest prompt that has sparse segments, whatever it retains."""
+    config = eviction.model_copy(
+        update={"method": "none", "prefill": "critiprefill", "context": None}
+    )
+    for length in _aligned(builder):
+        made = plan(config, None, None, length, builder.block_size)
+        if made.segments:
+            _prefill(builder, Request(made))
+            return
 
 
 def _common(builder: CudaMetadataBuilder, seq_len: int, num_new: int) -> CommonAttentionMetadata:
     """vLLM's metadata of a single row in the null block."""
     device = builder.device
+    width = table_width(builder.vllm_config.model_config.max_model_len, builder.block_size)
     starts, lens = (
         torch.from_numpy(np.array(part, np.int32)) for part in ([0, num_new], [seq_len])
     )
@@ -122,8 +178,6 @@ def _common(builder: CudaMetadataBuilder, seq_len: int, num_new: int) -> CommonA
         num_actual_tokens=num_new,
         max_query_len=num_new,
         max_seq_len=seq_len,
-        block_table_tensor=torch.zeros(
-            1, -(-seq_len // builder.block_size), dtype=torch.int32, device=device
-        ),
+        block_table_tensor=torch.zeros(1, width, dtype=torch.int32, device=device),
         slot_mapping=torch.zeros(num_new, dtype=torch.int64, device=device),
     )

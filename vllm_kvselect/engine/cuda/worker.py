@@ -7,8 +7,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.cuda.builder import CudaMetadataBuilder
 from vllm_kvselect.engine.cuda.graphs import hook_full_graphs
+from vllm_kvselect.engine.cuda.reserve import choice_bytes
 from vllm_kvselect.engine.cuda.tables import buffer_bytes
 from vllm_kvselect.engine.cuda.warm_up import warm_up
 from vllm_kvselect.engine.platforms import PLATFORMS
@@ -16,7 +18,7 @@ from vllm_kvselect.engine.refusal import notes_refusals
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.worker import EvictionWorker
 from vllm_kvselect.kernels.base import Kernels
-from vllm_kvselect.methods.registry import METHODS
+from vllm_kvselect.registry import METHODS
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
@@ -41,8 +43,10 @@ class EvictionGPUWorker(EvictionWorker, Worker):
 
         A size that the user gave is left as it is.
         """
+        # Asked before: a start-up plan of vLLM's (VLLM_ENABLE_STARTUP_PLAN) puts its own there.
+        is_given = self.cache_config.kv_cache_memory_bytes is not None
         available: int = super().determine_available_memory()
-        if self.cache_config.kv_cache_memory_bytes is not None:
+        if is_given:
             return available
         reserved = self._reserved_bytes(available)
         logger.info("KV eviction keeps %.2f GiB of the KV cache's memory", reserved / 2**30)
@@ -57,9 +61,19 @@ class EvictionGPUWorker(EvictionWorker, Worker):
     @notes_refusals
     def compile_or_warm_up_model(self) -> Any:
         """Launches every kernel once before graphs are captured, then as vLLM."""
+        # Imports Triton, which only this worker needs.
+        from vllm_kvselect.kernels.triton.limits import OutOfResources
+
         for builder in self._builders:
             assert isinstance(builder, CudaMetadataBuilder)
-            warm_up(builder, self._methods(), self._eviction)
+            try:
+                warm_up(builder, self._methods(), self._eviction)
+            except OutOfResources as error:
+                raise ConfigError(
+                    f"kv_eviction's kernels do not fit this GPU with heads of "
+                    f"{self.model_config.get_head_size()} channels in {self.model_config.dtype}: "
+                    f"{error}; serve this model without --kv-eviction, or in bfloat16"
+                ) from error
         return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -76,9 +90,7 @@ class EvictionGPUWorker(EvictionWorker, Worker):
     def _reserved_bytes(self, available: int) -> int:
         """Bytes of page tables, of the state, of queries and of what selection computes at once.
 
-        The last of them is that of the longest prompt: its keys and values, read from the cache,
-        and about twelve numbers for each of its tokens and heads, more where layers wait for each
-        other.
+        The last of them is that of the longest prompt; see `choice_bytes`.
         """
         specs = [spec for spec in self.get_kv_cache_spec().values() if type(spec) is HeadwiseSpec]
         if not specs:
@@ -94,11 +106,10 @@ class EvictionGPUWorker(EvictionWorker, Worker):
         )
         block = 4 * num_layers * (spec.num_kv_heads + 1)
         state = available // (num_layers * spec.page_size_bytes + block) * block
-        entries = spec.num_kv_heads * model.max_model_len
-        read = 2 * spec.head_size * entries * (2 + model.dtype.itemsize)
-        numbers = 12 + (4 * num_layers if self._eviction.may_pool else 0)
-        rounds = self._bytes_of_queries(available, spec, num_layers)
-        return tables + state + read + 4 * numbers * entries + rounds
+        group = model.get_num_attention_heads(self.vllm_config.parallel_config) // spec.num_kv_heads
+        sizes = (num_layers, model.max_model_len, group, self._eviction.window, model.dtype)
+        choice = choice_bytes(self._methods(), spec, *sizes)
+        return tables + state + choice + self._bytes_of_queries(available, spec, num_layers)
 
     def _bytes_of_queries(self, available: int, spec: HeadwiseSpec, num_layers: int) -> int:
         """Bytes of the queries that rounds look through, and of the sums that they add up.
@@ -107,7 +118,7 @@ class EvictionGPUWorker(EvictionWorker, Worker):
         more entries in the cache than its budget. Those of a step that runs as a graph. And with
         some methods a number for each entry of the cache.
         """
-        if not self._eviction.may_make_rounds:
+        if not self._eviction.may_drop_again:
             return 0
         model, config = self.model_config, self.vllm_config
         num_heads = model.get_num_attention_heads(config.parallel_config)
@@ -122,7 +133,8 @@ class EvictionGPUWorker(EvictionWorker, Worker):
             largest = config.compilation_config.max_cudagraph_capture_size or 0
             num_rows = min(largest, max_num_seqs)
         num_sums = 0
-        if any(METHODS[method].cumulative for method in self._methods()):
+        memories = (METHODS[method].scorer.memory for method in self._methods())
+        if any(memory is not None and memory.moves for memory in memories):
             num_sums = available // spec.page_size_bytes * spec.num_kv_heads * spec.block_size
         num_windows = min(max_num_seqs, available // (held + window))
         return num_windows * window + num_rows * token + 4 * num_sums

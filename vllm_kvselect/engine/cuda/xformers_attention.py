@@ -28,7 +28,7 @@ def problems(vllm_config: VllmConfig) -> list[str]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     head_size = model.get_head_size()
     reasons = {
-        "is not installed: pip install 'vllm-kvselect[xformers]'": _release("xformers") is None,
+        "is not installed: pip install '.[xformers]' in a checkout": _release("xformers") is None,
         "0.0.35 was written for a Triton before 3.9: pip install 'triton<3.9'": (
             (_release("triton") or (0, 0)) >= (3, 9)
         ),

@@ -12,12 +12,15 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_kvselect.config import CONFIG_KEY, METHOD_NAMES, ConfigError, EvictionConfig
 from vllm_kvselect.engine import refusal
+from vllm_kvselect.engine.cuda.backends import choose_backend, log_backend
+from vllm_kvselect.engine.frontend import auto
 from vllm_kvselect.engine.frontend import start_up as report
 from vllm_kvselect.engine.frontend.chat_template import turn_start
 from vllm_kvselect.engine.frontend.checks import refuse_unsupported
 from vllm_kvselect.engine.frontend.options import add_cli_args as add_cli_args
 from vllm_kvselect.engine.frontend.options import given_options
 from vllm_kvselect.engine.platforms import PLATFORMS, platform, platform_name
+from vllm_kvselect.registry import AUTO
 
 _ENGINE = "vllm_kvselect.engine"
 _CUT_SCHEDULERS = {
@@ -78,9 +81,8 @@ def _with_a_method(options: dict[str, Any]) -> dict[str, Any]:
     if "prefill" in options:
         return {"method": "none", **options}
     names = ", ".join(_option(name) for name in options)
-    raise ConfigError(
-        f"{names} has no effect without --kv-eviction; accepted methods: {', '.join(METHOD_NAMES)}"
-    )
+    accepted = ", ".join((AUTO, *METHOD_NAMES))
+    raise ConfigError(f"{names} has no effect without --kv-eviction; accepted methods: {accepted}")
 
 
 def _option(field: str) -> str:
@@ -131,7 +133,7 @@ def _eviction(additional: object) -> EvictionConfig | None:
     settings = _settings(additional)
     if settings is None:
         return None
-    eviction = EvictionConfig.parse(_mapping(settings))
+    eviction = EvictionConfig.parse(auto.provisional(_mapping(settings)))
     return eviction if eviction.may_act else None
 
 
@@ -176,17 +178,20 @@ def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
     eviction = requested(engine_args)
     if eviction is None:
         return
+    choice = ""
+    if auto.is_auto(engine_args.additional_config[CONFIG_KEY]):
+        eviction, choice = auto.choose(vllm_config, eviction)
     refuse_unsupported(vllm_config, eviction)
     eviction = with_turn_start(vllm_config.model_config, eviction)
     vllm_config.additional_config[CONFIG_KEY] = eviction.model_dump()
     here = PLATFORMS[platform_name()]
     vllm_config.parallel_config.worker_cls = here.worker
     if platform_name() == "cuda":
-        # One that ours stand in for; on some devices vLLM would prefer another.
         attention = vllm_config.attention_config
-        attention.backend = attention.backend or next(iter(here.backends))
+        attention.backend = attention.backend or choose_backend(vllm_config)
+        log_backend(vllm_config)
     choose_scheduler(vllm_config.scheduler_config, eviction)
-    report.log_start(vllm_config, eviction)
+    report.log_start(vllm_config, eviction, choice)
     refusal.expect_note(vllm_config)
 
 
@@ -211,22 +216,11 @@ def with_turn_start(model_config: ModelConfig, eviction: EvictionConfig) -> Evic
 
 
 def choose_scheduler(scheduling: SchedulerConfig, eviction: EvictionConfig) -> None:
-    """Takes a scheduler of ours where one is needed.
-
-    That is for the integrity check, for pools across layers, for contexts, for rounds and for
-    sparse prefills.
+    """Takes our scheduler.
 
     Args:
         scheduling: vLLM's configuration of the scheduler, changed in place.
         eviction: The validated configuration.
     """
-    is_async = bool(scheduling.async_scheduling)
-    if eviction.check_integrity:
-        scheduling.scheduler_cls = _CHECKED_SCHEDULERS[is_async]
-    elif scheduling.scheduler_cls is None and (
-        eviction.may_pool
-        or eviction.may_share
-        or eviction.may_make_rounds
-        or eviction.may_prefill_sparsely
-    ):
-        scheduling.scheduler_cls = _CUT_SCHEDULERS[is_async]
+    schedulers = _CHECKED_SCHEDULERS if eviction.check_integrity else _CUT_SCHEDULERS
+    scheduling.scheduler_cls = schedulers[bool(scheduling.async_scheduling)]

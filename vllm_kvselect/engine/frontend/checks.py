@@ -1,21 +1,29 @@
 """What eviction cannot honour is refused at start-up, with the reason and what to do."""
 
+from pathlib import Path
+
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.config import ConfigError, EvictionConfig, Prefill
 from vllm_kvselect.engine.cuda import xformers_attention
-from vllm_kvselect.engine.models import model_problems, window_problems
+from vllm_kvselect.engine.cuda.backends import backend_problems
+from vllm_kvselect.engine.models import bystander_problems, layer_types, model_problems
 from vllm_kvselect.engine.platforms import (
     PLATFORMS,
+    page_size_of,
     platform,
     platform_name,
     unknown_platform,
 )
 from vllm_kvselect.machine import dtype_name
-from vllm_kvselect.methods.registry import METHODS
-from vllm_kvselect.retention import budget_problem
+from vllm_kvselect.planning.cuts import budget_problem
+from vllm_kvselect.registry import METHODS
+from vllm_kvselect.store.folder import Folder
+
+_KNOWN_WEIGHTS = ("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer")
+"""Load formats of weights that are what is in the model's safetensors files."""
 
 
 def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> None:
@@ -31,15 +39,17 @@ def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> Non
     problems = [
         *platform_problems(vllm_config),
         *model_problems(vllm_config),
-        *window_problems(vllm_config, eviction),
+        *(backend_problems(vllm_config) if platform_name() == "cuda" else ()),
+        *bystander_problems(vllm_config, eviction),
         *_feature_problems(vllm_config),
         *_executor_problems(vllm_config),
         *_block_problems(vllm_config),
         *_provider_problems(vllm_config, eviction),
         *settings_problems(vllm_config, eviction),
-        *_scheduler_problems(vllm_config, eviction),
+        *_scheduler_problems(vllm_config),
         *_round_problems(vllm_config, eviction),
         *_prefill_problems(vllm_config, eviction),
+        *_store_problems(vllm_config, eviction),
     ]
     if problems:
         raise ConfigError("kv_eviction cannot be used here: " + "; ".join(problems))
@@ -57,7 +67,7 @@ def settings_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list
     """
     if eviction.enabled and eviction.method not in METHODS:
         return [f"method = {eviction.method!r} is not served, only measured off the engine"]
-    return [*_pool_problems(vllm_config, eviction), *_budget_problems(vllm_config, eviction)]
+    return [*pool_problems(vllm_config, eviction), *_budget_problems(vllm_config, eviction)]
 
 
 def platform_problems(vllm_config: VllmConfig) -> list[str]:
@@ -152,31 +162,26 @@ def _executor_problems(vllm_config: VllmConfig) -> list[str]:
     return []
 
 
-def _scheduler_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
-    scheduler = vllm_config.scheduler_config.scheduler_cls
-    if eviction.check_integrity and scheduler is not None:
-        return [
-            f"scheduler_cls = {scheduler!r} replaces the scheduler that check_integrity needs; "
-            "leave one of them out"
-        ]
-    if eviction.may_share and scheduler is not None:
-        return [
-            f"scheduler_cls = {scheduler!r} replaces the scheduler that contexts need, so that not "
-            "every request compresses the same one; leave one of them out"
-        ]
-    return []
-
-
-def _round_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
-    """What stands against dropping entries again while requests generate."""
-    if not eviction.may_make_rounds:
-        return []
+def _scheduler_problems(vllm_config: VllmConfig) -> list[str]:
+    """What stands against our scheduler, which decides where chunks end and tells workers more."""
     scheduler = vllm_config.scheduler_config.scheduler_cls
     if scheduler is None or str(scheduler).startswith("vllm_kvselect."):
         return []
     return [
-        f"scheduler_cls = {scheduler!r} replaces the scheduler that decode_budget needs; leave one "
-        "of them out"
+        f"scheduler_cls = {scheduler!r} replaces the scheduler that --kv-eviction and --kv-prefill "
+        "need; leave one of them out"
+    ]
+
+
+def _round_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    """What stands against dropping entries again while requests generate."""
+    is_early = vllm_config.scheduler_config.async_scheduling and vllm_config.use_v2_model_runner
+    if not (eviction.may_make_rounds and vllm_config.speculative_config and is_early):
+        return []
+    return [
+        "decode_budget needs to know how many drafted tokens were accepted, which model runner V2 "
+        "learns a step later under async scheduling; add --no-async-scheduling, or leave "
+        "--speculative-config or decode_budget out"
     ]
 
 
@@ -185,7 +190,9 @@ def _prefill_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list
     if not eviction.may_prefill_sparsely:
         return []
     scheduling, cache = vllm_config.scheduler_config, vllm_config.cache_config
-    size, block, problems = eviction.prefill_segment, eviction.prefill_block, []
+    sparse, problems = eviction.of(Prefill), []
+    size, block = sparse.prefill_segment, sparse.prefill_block
+    # Blocks get names by what their segments read, so a segment must not be part of one.
     if block % cache.block_size:
         problems.append(
             f"prefill_block = {block} is no multiple of the cache's block_size = "
@@ -210,32 +217,50 @@ def _prefill_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list
             "prefill = 'critiprefill' smooths over layers, which pipeline parallelism puts into "
             "different processes; leave one of them out"
         )
-    scheduler = scheduling.scheduler_cls
-    if scheduler is not None and not str(scheduler).startswith("vllm_kvselect."):
-        problems.append(
-            f"scheduler_cls = {scheduler!r} replaces the scheduler that prefill = 'critiprefill' "
-            "needs; leave one of them out"
-        )
     return problems
 
 
-def _pool_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+def _store_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    """What stands against contexts in a folder."""
+    if eviction.context_store is None:
+        return []
+    load_format, page_size = str(vllm_config.load_config.load_format), page_size_of(vllm_config)
+    reasons = {
+        "no request may mark a context: add --kv-eviction-context": not eviction.may_share,
+        "prefills must be dense: leave --kv-prefill out": eviction.may_prefill_sparsely,
+        "prefix caching must be on": not vllm_config.cache_config.enable_prefix_caching,
+        "all layers must have full attention": vllm_config.model_config.is_hybrid
+        or {*layer_types(vllm_config)} != {"full_attention"},
+        f"blocks must be as large as pages: set --block-size to {page_size}": page_size
+        != vllm_config.cache_config.block_size,
+        "pipeline parallelism is not supported": vllm_config.parallel_config.pipeline_parallel_size
+        > 1,
+        f"weights in the load format {load_format!r} have no fingerprint": load_format
+        not in _KNOWN_WEIGHTS,
+    }
+    problems = [
+        f"context_store cannot be used: {reason}; change it, or leave context_store out"
+        for reason, present in reasons.items()
+        if present
+    ]
+    try:
+        Folder(Path(eviction.context_store)).make()
+    except ConfigError as error:
+        problems.append(str(error))
+    return problems
+
+
+def pool_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
+    """What stands against a method whose layers share pages."""
     if not eviction.enabled or not METHODS[eviction.method].pooled:
         return []
     reason = f"method = {eviction.method!r} shares pages between layers, which"
-    problems = []
-    scheduler = vllm_config.scheduler_config.scheduler_cls
-    if scheduler is not None and not str(scheduler).startswith("vllm_kvselect."):
-        problems.append(
-            f"{reason} needs a scheduler of vllm-kvselect; leave scheduler_cls = {scheduler!r} "
-            "out, or take another method"
-        )
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        problems.append(
+        return [
             f"{reason} pipeline parallelism puts into different processes; take another method, "
             "or tensor parallelism"
-        )
-    return problems
+        ]
+    return []
 
 
 def _cache_dtypes(vllm_config: VllmConfig) -> tuple[str, ...]:
@@ -255,6 +280,6 @@ def _block_problems(vllm_config: VllmConfig) -> list[str]:
 
 
 def _budget_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
-    block_size = vllm_config.cache_config.block_size
-    problem = budget_problem(vllm_config.model_config.max_model_len, block_size, eviction)
+    page_size = page_size_of(vllm_config)
+    problem = budget_problem(vllm_config.model_config.max_model_len, page_size, eviction)
     return [problem] if problem else []

@@ -46,6 +46,12 @@ class EvictionStatLogger(AggregateStatLoggerBase):
         )
         self._blocks = make(Counter, "freed_blocks", "Blocks given back once prompts were packed.")
         self._bytes = make(Counter, "freed_bytes", "Bytes of the blocks given back.")
+        self._prompt_cuts = make(Counter, "prompt_cuts", "Cuts made in prompts before their end.")
+        self._prompt_blocks = make(
+            Counter,
+            "prompt_freed_blocks",
+            "Blocks of prompts given back before these were complete; freed_blocks has them again.",
+        )
         self._rounds = make(
             Counter, "rounds", "Rounds in which entries of requests that generate were dropped."
         )
@@ -72,6 +78,10 @@ class EvictionStatLogger(AggregateStatLoggerBase):
             "Bytes of the blocks that these contexts take.",
             multiprocess_mode="mostrecent",
         )
+        self._loaded = make(Counter, "loaded_contexts", "Contexts read from the folder.")
+        self._not_loaded = make(Counter, "not_loaded_contexts", "Contexts whose file was not used.")
+        self._stored = make(Counter, "stored_contexts", "Contexts written to the folder.")
+        self._not_stored = make(Counter, "not_stored_contexts", "Contexts that could not be.")
         self._ratios = make(
             Histogram,
             "retained_ratio",
@@ -125,6 +135,9 @@ class EvictionStatLogger(AggregateStatLoggerBase):
             self._bytes[engine_idx].inc(num_blocks * self._bytes_per_block)
             num_dropped = num_blocks * self._block_size
             self._ratios[engine_idx].observe(1 - num_dropped / num_prompt_tokens)
+        for num_blocks in report.in_prompts:
+            self._prompt_cuts[engine_idx].inc()
+            self._prompt_blocks[engine_idx].inc(num_blocks)
         for num_blocks in report.rounds:
             self._rounds[engine_idx].inc()
             self._round_entries[engine_idx].inc(num_blocks * self._entries_per_block)
@@ -133,6 +146,10 @@ class EvictionStatLogger(AggregateStatLoggerBase):
             self._context_hits[engine_idx].inc()
             self._context_tokens[engine_idx].inc(num_tokens)
             self._context_blocks[engine_idx].inc(num_blocks)
+        for is_whole in report.loads.values():
+            (self._loaded if is_whole else self._not_loaded)[engine_idx].inc()
+        self._stored[engine_idx].inc(report.num_stored)
+        self._not_stored[engine_idx].inc(report.num_not_stored)
         if report.selection_seconds:
             self._seconds[engine_idx].observe(report.selection_seconds)
         self._saved[engine_idx].set(report.num_saved_blocks)

@@ -3,12 +3,15 @@
 import argparse
 from typing import Any
 
-from vllm_kvselect.config import METHOD_NAMES, OVERRIDE_NAMES, ConfigError, EvictionConfig
+from vllm_kvselect.config import OVERRIDE_NAMES, ConfigError, EvictionConfig, keys
+from vllm_kvselect.registry import AUTO, METHODS, nearest
 
-_DEFAULTS = EvictionConfig()
+_DEFAULTS = {name: info.default for name, info in keys().items()}
+_METHODS = ("none", AUTO, *METHODS)
 _FIELDS = (
     "method",
     "budget",
+    "prompt_interval",
     "decode_budget",
     "decode_interval",
     "context",
@@ -19,6 +22,8 @@ _FIELDS = (
     "prefill_budget",
     "prefill_dense_until",
     "allow_override",
+    "context_store",
+    "context_store_bytes",
     "check_integrity",
 )
 """Fields of `EvictionConfig` with an option of their own, `args.kv_eviction_<field>`."""
@@ -37,8 +42,13 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-eviction",
         dest="kv_eviction_method",
-        choices=METHOD_NAMES,
-        help=_help("Method that chooses the entries; 'none' is stock vLLM.", "none"),
+        type=_method,
+        choices=_METHODS,
+        help=_help(
+            "Method that chooses the entries; 'none' is stock vLLM, 'auto' takes the best one that "
+            "the model allows.",
+            "none",
+        ),
     )
     group.add_argument(
         "--kv-eviction-budget",
@@ -47,7 +57,17 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help=_help(
             "Entries retained per KV head and layer, window included: a number (1024) or a "
             "fraction of the prompt (0.2).",
-            _DEFAULTS.budget,
+            _DEFAULTS["budget"],
+        ),
+    )
+    group.add_argument(
+        "--kv-eviction-prompt-interval",
+        type=lambda text: _field("prompt_interval", _number(text)),
+        metavar="TOKENS",
+        help=_help(
+            "Tokens of a prompt after which its entries are brought back to the budget while it is "
+            "computed, the latest ones aside; 0 waits for the prompt's end.",
+            _DEFAULTS["prompt_interval"],
         ),
     )
     group.add_argument(
@@ -57,14 +77,14 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help=_help(
             "Entries per KV head and layer to which a request is brought back in rounds while it "
             "generates, window included; 0 lets its answer grow.",
-            _DEFAULTS.decode_budget,
+            _DEFAULTS["decode_budget"],
         ),
     )
     group.add_argument(
         "--kv-eviction-decode-interval",
         type=lambda text: _field("decode_interval", _number(text)),
         metavar="TOKENS",
-        help=_help("Tokens from one of these rounds to the next.", _DEFAULTS.decode_interval),
+        help=_help("Tokens from one of these rounds to the next.", _DEFAULTS["decode_interval"]),
     )
     group.add_argument(
         "--kv-eviction-context",
@@ -81,7 +101,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         type=lambda text: _field("window", _number(text)),
         metavar="TOKENS",
         help=_help(
-            "Last prompt tokens, whose queries score the entries before them.", _DEFAULTS.window
+            "Last prompt tokens, whose queries score the entries before them.", _DEFAULTS["window"]
         ),
     )
     group.add_argument(
@@ -90,7 +110,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help=_help(
             "Share of the budget that the first of two stages fills ('-perturb' methods).",
-            _DEFAULTS.alpha,
+            _DEFAULTS["alpha"],
         ),
     )
     group.add_argument(
@@ -110,6 +130,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
             f"What a request may choose for itself: {', '.join(OVERRIDE_NAMES)}.", "nothing"
         ),
     )
+    _add_store_args(group)
     group.add_argument(
         "--kv-eviction-check-integrity",
         action="store_true",
@@ -130,6 +151,24 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     _add_prefill_args(group)
 
 
+def _add_store_args(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--kv-eviction-context-store",
+        type=lambda text: _field("context_store", text),
+        metavar="FOLDER",
+        help=_help(
+            "Folder that keeps compressed contexts for later starts and other servers.",
+            "contexts live in the pool alone",
+        ),
+    )
+    group.add_argument(
+        "--kv-eviction-context-store-bytes",
+        type=_bytes,
+        metavar="BYTES",
+        help=_help("Bytes that its files may take; the least recently used ones go.", "no bound"),
+    )
+
+
 def _add_prefill_args(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--kv-prefill",
@@ -138,7 +177,7 @@ def _add_prefill_args(group: argparse._ArgumentGroup) -> None:
         metavar="dense|critiprefill",
         help=_help(
             "What the tokens of long prompts read: all tokens before them, or critical blocks.",
-            _DEFAULTS.prefill,
+            _DEFAULTS["prefill"],
         ),
     )
     group.add_argument(
@@ -146,7 +185,7 @@ def _add_prefill_args(group: argparse._ArgumentGroup) -> None:
         dest="kv_eviction_prefill_budget",
         type=lambda text: _field("prefill_budget", _number(text)),
         metavar="TOKENS",
-        help=_help("Tokens in these blocks.", _DEFAULTS.prefill_budget),
+        help=_help("Tokens in these blocks.", _DEFAULTS["prefill_budget"]),
     )
     group.add_argument(
         "--kv-prefill-dense-until",
@@ -154,7 +193,7 @@ def _add_prefill_args(group: argparse._ArgumentGroup) -> None:
         type=lambda text: _field("prefill_dense_until", _number(text)),
         metavar="TOKENS",
         help=_help(
-            "First tokens of a prompt that read all before them.", _DEFAULTS.prefill_dense_until
+            "First tokens of a prompt that read all before them.", _DEFAULTS["prefill_dense_until"]
         ),
     )
 
@@ -181,6 +220,13 @@ def _number(text: str) -> int | float:
         return _share(text)
 
 
+def _bytes(text: str) -> int:
+    """A number of bytes that is some; that there is a folder is checked with the others."""
+    value = _number(text)
+    _field("context_store_bytes", value, context_store="folder")
+    return int(value)
+
+
 def _share(text: str) -> float:
     try:
         return float(text)
@@ -188,10 +234,25 @@ def _share(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-def _field(name: str, value: Any) -> Any:
-    """Validates one field, so that the parser reports it like any other bad argument."""
+def _method(text: str) -> str:
+    """A method, so that the parser names the nearest of an unknown one."""
+    if text not in _METHODS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no method; {nearest(text, _METHODS)}the methods are {', '.join(_METHODS)}"
+        )
+    return text
+
+
+def _field(name: str, value: Any, **needed: Any) -> Any:
+    """Validates one field, so that the parser reports it like any other bad argument.
+
+    Args:
+        name: The field.
+        value: What it is given.
+        **needed: Fields without which it would not be accepted.
+    """
     try:
-        EvictionConfig.parse({name: value})
+        EvictionConfig.parse({name: value, **needed})
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return value

@@ -14,7 +14,9 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.frontend.arguments import server_config
 from vllm_kvselect.engine.frontend.checks import settings_problems
 from vllm_kvselect.engine.frontend.metrics import EvictionStatLogger
-from vllm_kvselect.methods.registry import METHODS, Need
+from vllm_kvselect.engine.platforms import page_size_of
+from vllm_kvselect.planning.plan import plan
+from vllm_kvselect.registry import METHODS
 from vllm_kvselect.request import (
     REQUEST_KEYS,
     RequestError,
@@ -23,6 +25,7 @@ from vllm_kvselect.request import (
     refuse_stray_fields,
     request_config,
 )
+from vllm_kvselect.scorers import Need
 
 _RPC = "kv_eviction_problems"
 """A method of our workers."""
@@ -62,6 +65,7 @@ def check_request(engine: Any, prompt: Any, params: Any) -> None:
             )
         if eviction.enabled and eviction != server:
             _refuse_unsupported(engine.vllm_config, server, extra_args or {})
+        _refuse_too_large(engine, server, prompt, params)
         if isinstance(engine, LLMEngine) and (needs := _new_needs(server, eviction)):
             if engine not in _problems:
                 _remember(engine, engine.collective_rpc(_RPC))
@@ -168,6 +172,43 @@ def _extra_args(prompt: Any, params: Any) -> dict[str, Any] | None:
         params = prompt.params
     extra_args: dict[str, Any] | None = getattr(params, "extra_args", None)
     return extra_args
+
+
+def _refuse_too_large(engine: Any, server: EvictionConfig, prompt: Any, params: Any) -> None:
+    """Refuses what would wait for ever: a request that holds more at once than the pool has.
+
+    In stock vLLM there is none, since the longest one fits. With cuts in prompts and answers it
+    need not, and then a request must be bounded, too.
+    """
+    config = engine.vllm_config
+    block_size, max_model_len = config.cache_config.block_size, config.model_config.max_model_len
+    if not (num_blocks := config.cache_config.num_gpu_blocks):
+        return  # an engine that has no cache yet
+    # Of all engines that this front end talks to together; they are alike. One is the null block.
+    num_engines = len(getattr(engine.engine_core, "core_engines", ())) or 1
+    num_blocks = num_blocks // num_engines - 1
+    if num_blocks * block_size >= max_model_len:
+        return
+    if isinstance(prompt, EngineCoreRequest):
+        prompt, params = {"prompt_token_ids": prompt.prompt_token_ids}, prompt.params
+    token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    if isinstance(prompt, str):
+        token_ids = engine.get_tokenizer().encode(prompt)
+    num_prompt_tokens = max_model_len if token_ids is None else len(token_ids)
+    num_tokens = min(max_model_len, num_prompt_tokens + (params.max_tokens or max_model_len))
+    sizes = block_size, page_size_of(config)
+    made = plan(server, params, token_ids, num_prompt_tokens, *sizes)
+    most = made.cuts.most_held(num_tokens, block_size, config.max_concurrent_batches - 1)
+    if most > num_blocks:
+        raise RequestError(
+            f"a prompt of {num_prompt_tokens} tokens with up to {num_tokens - num_prompt_tokens} "
+            f"more needs {most} blocks at once, and the KV cache has {num_blocks}; ask for fewer "
+            "tokens or a smaller budget, or let it be cut: kv_eviction_prompt_interval and "
+            "kv_eviction_decode_budget bound what a request holds",
+            "prompt",
+            "too_large",
+            is_field=True,
+        )
 
 
 def _refuse_input_streams(prompt: Any) -> None:

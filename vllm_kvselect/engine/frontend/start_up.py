@@ -5,26 +5,33 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
-from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.config import EvictionConfig, Prefill
 from vllm_kvselect.engine.models import layer_types
-from vllm_kvselect.engine.platforms import platform_name
+from vllm_kvselect.engine.platforms import page_size_of, platform_name
 from vllm_kvselect.machine import dtype_name, fast_dtype
-from vllm_kvselect.retention import budget_entries, cuts
+from vllm_kvselect.planning.cuts import Cuts, budget_entries, cuts
+from vllm_kvselect.registry import METHODS
+from vllm_kvselect.scorers import Pooling
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 
-def log_start(vllm_config: VllmConfig, eviction: EvictionConfig) -> None:
+def log_start(vllm_config: VllmConfig, eviction: EvictionConfig, choice: str = "") -> None:
     """Logs what is retained, and warns where that is nothing or the data type is a slow one.
 
     Args:
         vllm_config: vLLM's finished configuration.
         eviction: The validated configuration.
+        choice: Which method `auto` takes and why; empty where the operator named one.
     """
+    if choice:
+        logger.info("%s", choice)
     if useless := why_nothing_is_dropped(vllm_config, eviction):
         logger.warning("%s", useless)
     else:
         logger.info("%s", describe(vllm_config, eviction))
+    if blind := why_blind(eviction):
+        logger.warning("%s", blind)
     if slow := why_slow(vllm_config):
         logger.warning("%s", slow)
 
@@ -34,39 +41,69 @@ def describe(vllm_config: VllmConfig, eviction: EvictionConfig) -> str:
     choice = ""
     if eviction.allow_override:
         choice = f"; requests may choose their {' and '.join(eviction.allow_override)}"
-    choice = prefill_note(eviction) + choice
+    choice = prefill_note(eviction) + choice + store_note(eviction)
     if not eviction.enabled:
         return f"KV eviction none: retains everything{choice}"
     num_tokens = vllm_config.model_config.max_model_len
     block_size = vllm_config.cache_config.block_size
     num_mib = block_bytes(vllm_config) / 2**20
     num_blocks = -(-num_tokens // block_size)
-    num_freed = _num_freed(num_tokens, block_size, eviction)
-    rounds = ""
-    if eviction.decode_budget:
+    planned = _cuts_of_longest(num_tokens, vllm_config, eviction)
+    num_freed, rounds = planned.num_freed(num_tokens), ""
+    is_late = vllm_config.model_config.is_hybrid  # blocks grow with the states, which are unknown
+    if eviction.prompt_interval and is_late:
+        rounds = f"; drops while it is computed every {eviction.prompt_interval} tokens"
+    elif eviction.prompt_interval:
+        num_late = vllm_config.max_concurrent_batches - 1
+        most = planned.most_held(num_tokens, block_size, num_late)
         rounds = (
+            f"; drops while it is computed every {eviction.prompt_interval} tokens, so that it "
+            f"never holds more than {most} blocks, {most * num_mib:.1f} MiB"
+        )
+    if eviction.decode_budget:
+        rounds += (
             f"; brings requests that generate back to {eviction.decode_budget} entries every "
             f"{eviction.decode_interval} tokens"
         )
+    elif eviction.prompt_interval:
+        rounds += (
+            "; answers grow: with --kv-eviction-decode-budget too, --max-model-len may exceed the "
+            "pool"
+        )
+    layers, frees = "layer", ""
+    if is_late:
+        types = layer_types(vllm_config)
+        layers = f"layer with full attention, {types.count('full_attention')} of {len(types)}"
+    else:
+        frees = (
+            f"; frees {num_freed} of its {num_blocks} blocks, "
+            f"{num_freed * num_mib:.1f} of {num_blocks * num_mib:.1f} MiB"
+        )
     return (
         f"KV eviction {eviction.method}: retains {budget_entries(num_tokens, eviction)} entries "
-        f"per KV head and layer (window {eviction.window} included) of a prompt of {num_tokens} "
-        f"tokens; frees {num_freed} of its {num_blocks} blocks, "
-        f"{num_freed * num_mib:.1f} of {num_blocks * num_mib:.1f} MiB{rounds}{choice}"
+        f"per KV head and {layers} (window {eviction.window} included) of a prompt of {num_tokens} "
+        f"tokens{frees}{rounds}{choice}"
     )
 
 
 def prefill_note(eviction: EvictionConfig) -> str:
     """What a server says of its prefill, where that is sparse."""
-    if eviction.prefill == "dense":
+    sparse = eviction.of(Prefill)
+    if sparse.prefill == "dense":
         return ""
-    read = f"{eviction.prefill_budget} tokens"
-    if eviction.prefill_coverage:
-        read = f"blocks with {eviction.prefill_coverage:.0%} of the estimated attention"
     return (
-        f"; prefills sparsely by {eviction.prefill}: from token {eviction.prefill_dense_until} on, "
-        f"segments of {eviction.prefill_segment} tokens read {read} before them"
+        f"; prefills sparsely by {sparse.prefill}: from token {sparse.prefill_dense_until} on, "
+        f"segments of {sparse.prefill_segment} tokens read {sparse.prefill_budget} before them"
     )
+
+
+def store_note(eviction: EvictionConfig) -> str:
+    """Where a server keeps compressed contexts, if it does."""
+    if eviction.context_store is None:
+        return ""
+    most = eviction.context_store_bytes
+    bound = "without a bound" if most is None else f"up to {most / 2**30:.1f} GiB"
+    return f"; stores contexts in {eviction.context_store}, {bound}"
 
 
 def why_nothing_is_dropped(vllm_config: VllmConfig, eviction: EvictionConfig) -> str | None:
@@ -79,11 +116,13 @@ def why_nothing_is_dropped(vllm_config: VllmConfig, eviction: EvictionConfig) ->
     # With the method 'none' as default, requests may choose one that evicts, by this budget.
     evicting = eviction if eviction.enabled else eviction.model_copy(update={"method": "snapkv"})
     num_tokens = vllm_config.model_config.max_model_len
-    block_size = vllm_config.cache_config.block_size
-    if _num_freed(num_tokens, block_size, evicting):
+    block_size, page_size = vllm_config.cache_config.block_size, page_size_of(vllm_config)
+    if _cuts_of_longest(num_tokens, vllm_config, evicting):
         return None
     # The longest answer is that to a prompt of one token.
-    if "decode_budget" in eviction.allow_override or cuts(1, block_size, evicting, num_tokens - 1):
+    if "decode_budget" in eviction.allow_override:
+        return None
+    if cuts(1, block_size, evicting, num_tokens - 1, page_size):
         return None
     return (
         f"KV eviction {eviction.method} never drops anything here: the longest prompt "
@@ -93,11 +132,25 @@ def why_nothing_is_dropped(vllm_config: VllmConfig, eviction: EvictionConfig) ->
     )
 
 
-def _num_freed(num_tokens: int, block_size: int, eviction: EvictionConfig) -> int:
-    """Blocks that the longest prompt frees, or the longest chat."""
+def _cuts_of_longest(num_tokens: int, vllm_config: VllmConfig, eviction: EvictionConfig) -> Cuts:
+    """The cuts in the longest prompt, or in the longest chat."""
     if eviction.context == "chat":
         eviction = eviction.model_copy(update={"context": num_tokens})
-    return cuts(num_tokens, block_size, eviction).num_freed(num_tokens)
+    block_size, page_size = vllm_config.cache_config.block_size, page_size_of(vllm_config)
+    return cuts(num_tokens, block_size, eviction, page_size=page_size)
+
+
+def why_blind(eviction: EvictionConfig) -> str | None:
+    """Says that a window inside a prompt does not know what is asked at its end; None elsewhere."""
+    if not (eviction.enabled and eviction.prompt_interval):
+        return None
+    if Pooling not in METHODS[eviction.method].scorer.parameters:
+        return None
+    return (
+        f"KV eviction {eviction.method} judges entries by the tokens after them, and with "
+        "prompt_interval by those before each cut, far from the question; methods without a window "
+        "do not: layer-probe, layer-keydiff"
+    )
 
 
 def why_slow(vllm_config: VllmConfig) -> str | None:

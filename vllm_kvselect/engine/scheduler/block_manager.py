@@ -1,12 +1,13 @@
 """The scheduler's side of cuts, in vLLM's block vocabulary."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
+    MambaManager,
     SingleTypeKVCacheManager,
     SlidingWindowManager,
 )
@@ -14,36 +15,48 @@ from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.scheduler.contexts import ContextNames, Held
+from vllm_kvselect.engine.scheduler.loads import ContextLoads
 from vllm_kvselect.engine.scheduler.sparse_names import sparse_names
-from vllm_kvselect.methods.registry import METHODS
-from vllm_kvselect.prefilling.segments import Segments, sparse_segments
-from vllm_kvselect.request import planned_config
-from vllm_kvselect.retention import Cuts, cuts
-from vllm_kvselect.turns import with_context
+from vllm_kvselect.engine.store.identity import StoreIdentity
+from vllm_kvselect.planning.cuts import Cuts
+from vllm_kvselect.planning.plan import Plan, plan
+from vllm_kvselect.registry import METHODS
 
-if TYPE_CHECKING:
-    from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, WindowSpec
+
+class SpecWithEviction(Protocol):
+    """What managers read of a group's spec beyond vLLM's own."""
+
+    eviction: EvictionConfig
+
+
+class SpecWithStore(SpecWithEviction, Protocol):
+    """The same of layers that drop entries."""
+
+    store: StoreIdentity | None
 
 
 class Planned(NamedTuple):
-    """What a request's settings come to.
+    """A request and what was decided about it.
 
     Attributes:
         request: The request.
-        eviction: Its own configuration.
-        cuts: Its cuts.
-        segments: The segments of its prompt that are prefilled sparsely, or None.
+        plan: Its plan, the same that the workers compute.
     """
 
     request: Request
-    eviction: EvictionConfig
-    cuts: Cuts
-    segments: Segments | None = None
+    plan: Plan
 
-    @property
-    def has_context(self) -> bool:
-        """Whether entries of a marked context are dropped."""
-        return bool(self.cuts) and self.eviction.context is not None
+
+class Sizes(NamedTuple):
+    """Sizes of the layers that drop entries; those beside them may have blocks of another size.
+
+    Attributes:
+        block_size: Tokens per block.
+        page_size: Entries per page; None for those of a block.
+    """
+
+    block_size: int
+    page_size: int | None
 
 
 class PlannedManager(SingleTypeKVCacheManager):
@@ -55,27 +68,33 @@ class PlannedManager(SingleTypeKVCacheManager):
     Args:
         kv_cache_spec: The group's spec, with the eviction configuration.
         **kwargs: vLLM's own arguments.
+
+    Attributes:
+        sizes: What requests are planned with.
     """
 
-    def __init__(self, kv_cache_spec: "HeadwiseSpec | WindowSpec", **kwargs: Any) -> None:
+    def __init__(self, kv_cache_spec: SpecWithEviction, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.eviction = kv_cache_spec.eviction
+        self.sizes = Sizes(self.block_size, getattr(kv_cache_spec, "page_size", None))
         # Its settings are looked at once, not in each of its steps: a request may send many keys.
         self._planned: dict[str, Planned] = {}
         # While the scheduler schedules: what was hashed of each request before, in blocks.
         self._num_hashed_before: dict[str, int] | None = None
 
-    def cuts_of(self, request: Request) -> Cuts:
-        """The request's cuts, the same that the workers compute.
-
-        The prompt's length counts: a preempted request resumes with more tokens than its prompt,
-        but its cuts are still the same.
-        """
-        return self._planned_of(request).cuts
-
-    def segments_of(self, request: Request) -> Segments | None:
-        """The segments of the request that are prefilled sparsely, the same as in the workers."""
-        return self._planned_of(request).segments
+    def plan_of(self, request: Request) -> Plan:
+        """The request's plan, remembered until its blocks are given back."""
+        known = self._planned.get(request.request_id)
+        if known is None:
+            made = plan(
+                self.eviction,
+                request.sampling_params,
+                request.prompt_token_ids,
+                request.num_prompt_tokens,
+                *self.sizes,
+            )
+            known = self._planned[request.request_id] = Planned(request, made)
+        return known.plan
 
     def name_blocks(self, request: Request) -> None:
         """Renames the blocks that a sparse prefill computes; called once, before it is scheduled.
@@ -83,33 +102,14 @@ class PlannedManager(SingleTypeKVCacheManager):
         Args:
             request: A new request.
         """
-        planned = self._planned_of(request)
-        if planned.segments is not None and request.block_hashes:
+        made = self.plan_of(request)
+        if made.segments is not None and request.block_hashes:
             request.block_hashes = sparse_names(
                 request.block_hashes,
                 self.block_pool.hash_block_size,
-                planned.segments,
-                planned.eviction,
+                made.segments,
+                made.settings,
             )
-
-    def _planned_of(self, request: Request) -> Planned:
-        """The request's configuration and cuts, remembered until its blocks are given back."""
-        known = self._planned.get(request.request_id)
-        if known is None:
-            eviction = with_context(
-                self._eviction_of(request), request.prompt_token_ids, self.block_size
-            )
-            request_cuts = cuts(
-                request.num_prompt_tokens, self.block_size, eviction, request.max_tokens
-            )
-            segments = sparse_segments(request.num_prompt_tokens, request_cuts, eviction)
-            known = Planned(request, eviction, request_cuts, segments)
-            self._planned[request.request_id] = known
-        return known
-
-    def _eviction_of(self, request: Request) -> EvictionConfig:
-        """The request's own configuration."""
-        return planned_config(self.eviction, request.sampling_params)
 
     def _num_hashable(self, request_cuts: Cuts) -> int:
         """Tokens of a request with cuts whose blocks may be hashed."""
@@ -126,14 +126,14 @@ class PlannedManager(SingleTypeKVCacheManager):
         """Hashes full blocks that later requests may take for what they are named by.
 
         By default vLLM hashes of a sliding window only what the same prompt needs to resume just
-        before its end. With cuts it resumes at the first private block instead.
+        before its end, and may do so of states. With cuts it resumes at the first private block.
         """
         if self._num_hashed_before is not None:
             num_hashed = self.num_cached_block.get(request.request_id, 0)
             self._num_hashed_before.setdefault(request.request_id, num_hashed)
-        if request_cuts := self.cuts_of(request):
+        if request_cuts := self.plan_of(request).cuts:
             num_tokens = min(num_tokens, self._num_hashable(request_cuts))
-            first_private = request_cuts.first_private * self.block_size
+            first_private = request_cuts.first_private * self.sizes.block_size
             replay_boundaries = (*replay_boundaries, first_private)
         super().cache_blocks(
             request,
@@ -164,9 +164,9 @@ class PlannedManager(SingleTypeKVCacheManager):
         num_computed = (self._num_hashed_before or {}).pop(request_id, None)
         if num_computed is not None:
             end = len(table)
-            if planned and planned.cuts:
+            if planned and planned.plan.cuts:
                 # Others are hashed, if at all, by `ContextNames`, which waits for the step.
-                end = self._num_hashable(planned.cuts) // self.block_size
+                end = self._num_hashable(planned.plan.cuts) // self.block_size
             self.block_pool.evict_blocks({block.block_id for block in table[num_computed:end]})
         return super().pop_blocks_for_free(request_id)
 
@@ -179,38 +179,73 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
     Args:
         kv_cache_spec: The group's spec, with the eviction configuration.
         **kwargs: vLLM's own arguments.
+
+    Attributes:
+        found: Tokens that requests found in a compressed context when they last looked, by id.
+        loads: Contexts on their way from a folder; None without one.
+        num_late: Steps that may be in flight when a step is scheduled; what they read is freed
+            after them.
     """
 
-    def __init__(self, kv_cache_spec: "HeadwiseSpec", **kwargs: Any) -> None:
+    num_late = 0
+
+    def __init__(self, kv_cache_spec: SpecWithStore, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self._names = ContextNames(self.block_pool, self.kv_cache_group_id, self.block_size)
+        self.found: dict[str, int] = {}
+        self.loads: ContextLoads | None = None
+        if (store := kv_cache_spec.store) is not None:
+            self.loads = ContextLoads(self.eviction, store, self.block_pool, self._names)
 
     def context_of(self, request: Request) -> BlockHash | None:
         """The name of a request's compressed context, by which others find it; None without one."""
-        planned = self._planned_of(request)
-        if not planned.has_context:
+        made = self.plan_of(request)
+        if not made.has_context:
             return None
-        return self._names.first_name(request, planned.eviction, planned.cuts[0])
+        return self._names.first_name(request, made)
 
     def has_context(self, request: Request) -> bool:
         """Whether the compressed context that a request marks is there to be read."""
-        planned = self._planned_of(request)
-        return self._names.is_there(request, planned.eviction, planned.cuts[0])
+        return self._names.is_there(request, self.plan_of(request))
 
-    def find_context(self, request: Request) -> list[KVCacheBlock]:
+    def find_context(self, request: Request, max_tokens: int | None = None) -> list[KVCacheBlock]:
         """Finds what an earlier request left of a request's compressed context.
 
         Args:
-            request: The request about to be scheduled.
+            request: The request about to be scheduled, which takes what is found.
+            max_tokens: Tokens that it may take; None for any.
 
         Returns:
             The first blocks of its table, null blocks where entries were dropped; empty if no
             context is marked, or it is not there.
         """
-        planned = self._planned_of(request)
-        if not planned.has_context:
+        made = self.plan_of(request)
+        self.found.pop(request.request_id, None)
+        if not made.has_context:
             return []
-        return self._names.find(request, planned.eviction, planned.cuts[0])
+        blocks = self._names.find(request, made)
+        if max_tokens is not None and len(blocks) * self.block_size > max_tokens:
+            return []
+        if blocks:
+            self.found[request.request_id] = len(blocks) * self.block_size
+        return blocks
+
+    def must_wait_for_store(self, request: Request) -> bool:
+        """Whether a request's context, which is not there, is on its way from a folder."""
+        made = self.plan_of(request)
+        return self.loads is not None and made.has_context and self.loads.must_wait(request, made)
+
+    def name_to_store(self, request: Request) -> str | None:
+        """The name under which a request's context is to be stored once it is compressed."""
+        made = self.plan_of(request)
+        if self.loads is None or not made.has_context or request.request_id in self.found:
+            return None
+        return self.loads.name_to_store(request, made)
+
+    @property
+    def loads_held(self) -> dict[str, list[KVCacheBlock]]:
+        """Blocks that wait for a context from a folder, by a name for each load."""
+        return {} if self.loads is None else self.loads.held
 
     def held_contexts(self) -> Held:
         """Compressed contexts that a request would find."""
@@ -218,10 +253,10 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
 
     def may_be_shared(self, request: Request, index: int, block: KVCacheBlock) -> bool:
         """Whether a block from the first packed one on may be held by other requests, too."""
-        planned = self._planned_of(request)
-        if not planned.has_context:
+        made = self.plan_of(request)
+        if not made.has_context:
             return False
-        return self._names.is_named(request, planned.eviction, planned.cuts[0], index, block)
+        return self._names.is_named(request, made, index, block)
 
     def disown(self, request_id: str) -> None:
         """Lets nobody find what a request computes from now on: it may be wrong."""
@@ -230,24 +265,27 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Hashes full blocks, and names those of contexts that earlier steps have computed."""
         super().cache_blocks(request, *args, **kwargs)
-        self._name_context(self._planned_of(request))
+        self._name_context(request, self.plan_of(request))
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Names what a request leaves of its context, and forgets the request."""
         if planned := self._planned.get(request_id):
-            self._name_context(planned)
+            self._name_context(*planned)
         self._names.forget(request_id)
+        self.found.pop(request_id, None)
+        if self.loads is not None:
+            self.loads.forget(request_id)
         return super().pop_blocks_for_free(request_id)
 
-    def _name_context(self, planned: Planned) -> None:
-        request, blocks = planned.request, self.req_to_blocks.get(planned.request.request_id)
-        if blocks and planned.has_context:
-            self._names.give(request, planned.eviction, planned.cuts[0], blocks)
+    def _name_context(self, request: Request, made: Plan) -> None:
+        blocks = self.req_to_blocks.get(request.request_id)
+        if blocks and made.has_context:
+            self._names.give(request, made, blocks)
 
     def is_pooled(self, request: Request) -> bool:
         """Whether entries are dropped of the request and its layers share the packed pages."""
-        planned = self._planned_of(request)
-        return bool(planned.cuts) and METHODS[planned.eviction.method].pooled
+        made = self.plan_of(request)
+        return bool(made.cuts) and METHODS[made.settings.method].pooled
 
     def admit(self, request: Request) -> int:
         """Plans a request before its blocks are allocated, for the first time or again.
@@ -263,12 +301,39 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
             Tokens that may come from the prefix cache at most: a multiple of the block size, or all
             tokens without a cut.
         """
-        planned = self._planned_of(request)
-        if not planned.cuts:
-            return request.num_tokens
-        if METHODS[planned.eviction.method].whole_prompt:
+        resumed = self.resumes_at(request)
+        return request.num_tokens if resumed is None else resumed
+
+    def resumes_at(self, request: Request) -> int | None:
+        """Tokens that the same request takes from the prefix cache at most; None without a cut."""
+        made = self.plan_of(request)
+        if not made.cuts:
+            return None
+        if METHODS[made.settings.method].whole_prompt:
             return 0
-        return planned.cuts.first_private * self.block_size
+        return made.cuts.first_private * self.block_size
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        *args: Any,
+        apply_admission_cap: bool = False,
+        **kwargs: Any,
+    ) -> int:
+        """vLLM's; where it asks for a whole request, no more than what is held of it at once.
+
+        Of a context that was found, null blocks stand for what was dropped, and nothing follows.
+        """
+        if apply_admission_cap:
+            planned, most = self._planned.get(request_id), None
+            if planned and planned.plan.ends_chunks and request_id not in self.found:
+                most = planned.plan.cuts.most_held(num_tokens, self.block_size, self.num_late)
+            self.max_admission_blocks_per_request = most  # vLLM's word for it, of every request
+        num_blocks: int = super().get_num_blocks_to_allocate(
+            request_id, num_tokens, *args, apply_admission_cap=apply_admission_cap, **kwargs
+        )
+        return num_blocks
 
     def num_usable(self, request: Request, num_found: int) -> int:
         """How many of the tokens that the prefix cache has are of use: no half of a segment.
@@ -277,7 +342,7 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
             request: The request about to be scheduled.
             num_found: Tokens found.
         """
-        segments = self.segments_of(request)
+        segments = self.plan_of(request).segments
         return segments.last_border(num_found) if segments else num_found
 
     def remove_skipped_blocks(
@@ -295,14 +360,14 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         planned = self._planned.get(request_id)
         if planned is None:
             return
-        num_freed = planned.cuts.num_freed(processed_computed_tokens)
+        num_freed = planned.plan.cuts.num_freed(processed_computed_tokens)
         blocks = self.req_to_blocks.get(request_id, ())
         # In all steps after the first one there is nothing left to free.
         if not num_freed or not blocks or blocks[num_freed - 1].is_null:
             return
         freed = [block for block in blocks[:num_freed] if not block.is_null]
         self._remove_blocks_in_range(request_id, 0, num_freed)
-        if planned.has_context:
+        if planned.plan.has_context:
             self._reuse_first(freed)
 
     def _reuse_first(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -321,11 +386,11 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         return request_cuts.first_private * self.block_size
 
 
-class WindowManager(PlannedManager, SlidingWindowManager):
-    """vLLM's manager of sliding-window layers, beside layers that drop entries.
+class BystanderManager(PlannedManager):
+    """What managers of layers share that drop nothing, beside those that do.
 
-    These layers drop nothing, but what they compute of generated tokens depends on what the others
-    dropped. Without its own hashes it could be found by a request that dropped nothing.
+    They are vLLM's own. But what these layers compute of generated tokens depends on what the
+    others dropped. Without its own hashes it could be found by a request that dropped nothing.
     """
 
     def _num_hashable(self, request_cuts: Cuts) -> int:
@@ -333,10 +398,23 @@ class WindowManager(PlannedManager, SlidingWindowManager):
         return request_cuts.first_position
 
 
+class WindowManager(BystanderManager, SlidingWindowManager):
+    """vLLM's manager of sliding-window layers, beside layers that drop entries."""
+
+
+class StateManager(BystanderManager, MambaManager):
+    """vLLM's manager of layers that keep a state in place of entries, likewise."""
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether states are found by their hashes: those with which a chunk ended, at a border."""
+        return self.enable_caching and self.mamba_cache_mode == "align"
+
+
 def shares_contexts(kv: KVCacheManager, request: Request) -> bool:
     """Whether a request may read what others compressed, and they what it does.
 
-    Sliding windows beside full attention have blocks of their own, which are not kept for it.
+    Layers beside full attention have blocks of their own, which are not kept for it.
 
     Args:
         kv: The KV cache manager.

@@ -15,12 +15,15 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_kvselect.engine.report import StepReport
+from vllm_kvselect.engine.scheduler.block_manager import headwise_manager
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
 from vllm_kvselect.engine.scheduler.integrity import (
     Violation,
     block_owners,
     find_violations,
     free_blocks,
+    plan_violations,
 )
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
@@ -49,6 +52,9 @@ class CheckedScheduler(CutScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """vLLM's update, without the tokens of the requests that are stopped."""
+        if (report := StepReport.of(model_runner_output)) is not None:
+            manager = headwise_manager(self.kv_cache_manager)
+            self._condemn(plan_violations(manager, self.requests, report.plans))
         # Finished first, they get none of the tokens of this step, which may be wrong.
         stopped = self.finish_requests(self._condemned, RequestStatus.FINISHED_ERROR)
         self._condemned.clear()
@@ -66,9 +72,13 @@ class CheckedScheduler(CutScheduler):
         return outputs
 
     def _check(self) -> None:
+        self._condemn(find_violations(self.kv_cache_manager, self.requests))
+
+    def _condemn(self, found: Collection[Violation]) -> None:
+        """Notes whose requests are stopped with the next output."""
         violations = [
             violation
-            for violation in find_violations(self.kv_cache_manager, self.requests)
+            for violation in found
             if not violation.request_ids or not self._condemned.issuperset(violation.request_ids)
         ]
         if not violations:
@@ -96,14 +106,14 @@ def mend(
         requests: The scheduler's unfinished requests by their ids; what others hold is freed.
         violations: What `find_violations` returned.
     """
-    (manager,) = kv.coordinator.single_type_managers
-    pool = kv.block_pool
+    managers, pool = kv.coordinator.single_type_managers, kv.block_pool
     named = {block_id for violation in violations for block_id in violation.block_ids}
     for request_id in {name for violation in violations for name in violation.request_ids}:
-        manager.disown(request_id)
-        named |= {block.block_id for block in manager.req_to_blocks.get(request_id, ())}
-        if request_id not in requests:
-            del manager.req_to_blocks[request_id]
+        headwise_manager(kv).disown(request_id)
+        for manager in managers:
+            named |= {block.block_id for block in manager.req_to_blocks.get(request_id, ())}
+            if request_id not in requests:
+                manager.req_to_blocks.pop(request_id, None)
     named.discard(pool.null_block.block_id)
     kv.evict_blocks(named)
     if any(violation.invariant == "hashes" for violation in violations):
@@ -111,7 +121,7 @@ def mend(
         for block in pool.blocks:
             if block.block_hash is not None:
                 pool.cached_block_hash_to_block.insert(block.block_hash, block)
-    owners = block_owners(manager)
+    owners = block_owners(kv)
     free = {block.block_id for block in free_blocks(pool)}
     for block in (pool.blocks[block_id] for block_id in sorted(named)):
         block.ref_cnt = len(owners.get(block.block_id, ()))

@@ -1,40 +1,79 @@
 """vLLM's schedulers, where a request's cut matters for when and how far it is computed.
 
-Pooled requests: when one resumes after preemption, its chunk may run past a cut. Where layers share
-pages, none of them could read what lies past it: what is retained is only known after the last
-layer. So the chunk ends at the cut, and the rest comes in the next step.
+Pooled requests: where layers share pages, none of them could read what lies past a cut in the same
+step: what is retained is only known after the last layer. So a chunk ends at the cut, and the rest
+comes in the next step.
 
-Rounds: what a request generates up to one is computed before it, and the rest after it. So no chunk
-runs past a round: neither that of a request that resumes, nor one with drafts.
+Several cuts: what a request computes up to one is computed before it, and the rest after it. So no
+chunk runs past any: neither that of a long prompt, nor that of a request that resumes, nor one with
+drafts.
 
 Sparse prefills: a segment is computed in one step. So a chunk that would end inside one ends before
 it, and a request whose next segment does not fit into a step waits.
 
+States beside attention: a request that resumes needs the state behind the last token it takes from
+the prefix cache. So a chunk ends there, where it is kept.
+
 Marked contexts: requests that come with the same one at once would all compress it. The first one
-does; the others wait until they can read what it made.
+does; the others wait until they can read what it made. So do those whose context is in a folder,
+until workers have read it.
 
 `SchedulerConfig.scheduler_cls` is vLLM's public seam for it.
 """
 
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_kvselect.engine.report import ContextReport
+from vllm_kvselect.engine.notice import StepNotice
+from vllm_kvselect.engine.report import ContextReport, StepReport
 from vllm_kvselect.engine.scheduler.block_manager import (
+    BystanderManager,
     HeadwiseManager,
+    StateManager,
     headwise_manager,
     shares_contexts,
 )
+
+logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 
 class CutScheduler(Scheduler):
     """vLLM's scheduler, for requests whose chunks or whose turn are ours to decide."""
 
     _reported = ContextReport(0, 0)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        manager = headwise_manager(self.kv_cache_manager)
+        manager.num_late = self.vllm_config.max_concurrent_batches - 1
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        for bystander in managers:
+            if isinstance(bystander, BystanderManager):
+                bystander.sizes = manager.sizes
+        if any(isinstance(m, StateManager) for m in managers):
+            self._log_blocks(manager)
+        self._keeps_states = any(isinstance(m, StateManager) and m.keeps_states for m in managers)
+
+    def _log_blocks(self, manager: HeadwiseManager) -> None:
+        """Says what blocks are, where they are as large as a state."""
+        block_size, page_size = manager.sizes
+        group = self.kv_cache_config.kv_cache_groups[manager.kv_cache_group_id]
+        logger.info(
+            "KV eviction: a block holds %d tokens of the %d layers with full attention, in pages "
+            "of %d, or states; %d blocks",
+            block_size,
+            len(group.layer_names),
+            page_size or block_size,
+            self.kv_cache_config.num_blocks,
+        )
 
     def add_request(self, request: Request) -> None:
         """Takes a new request; blocks that are computed sparsely get names of their own."""
@@ -52,15 +91,18 @@ class CutScheduler(Scheduler):
             request, num_computed_tokens, num_new_tokens
         )
         manager = headwise_manager(self.kv_cache_manager)
-        first = num_computed_tokens
-        if not manager.is_pooled(request):  # only rounds matter
-            first = max(first, request.num_prompt_tokens)
+        plan = manager.plan_of(request)
+        if plan.is_stock:
+            return num_new_tokens
         end = num_computed_tokens + num_new_tokens
-        cut = manager.cuts_of(request).next_after(first)
-        if cut is not None:
+        cut = plan.cuts.next_after(num_computed_tokens)
+        if cut is not None and (plan.ends_chunks or manager.is_pooled(request)):
             end = min(end, cut.position)
-        if segments := manager.segments_of(request):
-            end = segments.last_border(end)
+        if self._keeps_states:
+            border = manager.resumes_at(request) or 0
+            end = border if num_computed_tokens < border < end else end
+        if plan.segments:
+            end = plan.segments.last_border(end)
         return max(0, end - num_computed_tokens)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
@@ -73,10 +115,57 @@ class CutScheduler(Scheduler):
         context = manager.context_of(request)
         if context is None:
             return True
-        return manager.has_context(request) or not any(
+        if manager.has_context(request):
+            return True
+        if any(
             manager.context_of(other) == context and _is_before_its_cut(manager, other)
             for other in self.running
+        ):
+            return False
+        return not manager.must_wait_for_store(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """vLLM's schedule; workers are told who begins with a compressed context, or leaves one."""
+        scheduled = super().schedule(*args, **kwargs)
+        manager = headwise_manager(self.kv_cache_manager)
+        cached = scheduled.scheduled_cached_reqs
+        begun = [new.req_id for new in scheduled.scheduled_new_reqs] + [*cached.resumed_req_ids]
+        notice = StepNotice() if manager.loads is None else manager.loads.take_notice()
+        notice.found = {name: manager.found[name] for name in begun if name in manager.found}
+        if manager.loads is not None:
+            notice.stores = self._stores(manager, begun)
+        if notice.says_something:
+            notice.add_to(scheduled)
+        return scheduled
+
+    def _stores(self, manager: HeadwiseManager, begun: list[str]) -> dict[str, str]:
+        """Names under which the contexts of requests that begin are to be stored."""
+        requests = [self.requests[request_id] for request_id in begun]
+        names = {
+            request.request_id: manager.name_to_store(request)
+            for request in requests
+            if shares_contexts(self.kv_cache_manager, request)
+        }
+        return {request_id: name for request_id, name in names.items() if name is not None}
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """vLLM's update; stored contexts that workers have read are found from now on."""
+        loads = headwise_manager(self.kv_cache_manager).loads
+        if loads is not None and (report := StepReport.of(model_runner_output)) is not None:
+            loads.finish(report.loads)
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
+            scheduler_output, model_runner_output
         )
+        return outputs
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """vLLM's; blocks that wait for a stored context are given back before."""
+        if (loads := headwise_manager(self.kv_cache_manager).loads) is not None:
+            loads.drop_all()
+        is_reset: bool = super().reset_prefix_cache(*args, **kwargs)
+        return is_reset
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's statistics of a step, with the contexts that are held if they have changed."""
@@ -94,5 +183,5 @@ class CutAsyncScheduler(CutScheduler, AsyncScheduler):
 
 
 def _is_before_its_cut(manager: HeadwiseManager, request: Request) -> bool:
-    """Whether a request still computes what comes before its first cut."""
-    return request.num_computed_tokens < manager.cuts_of(request).first_position
+    """Whether a request still computes the context that it marks."""
+    return request.num_computed_tokens < manager.plan_of(request).context_cut.position

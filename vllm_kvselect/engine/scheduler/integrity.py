@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from vllm.v1.core.block_pool import BlockPool
@@ -15,21 +16,30 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
-from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
+from vllm_kvselect.engine.scheduler.block_manager import (
+    HeadwiseManager,
+    PlannedManager,
+    headwise_manager,
+)
 from vllm_kvselect.paging.compaction import run_pages
 from vllm_kvselect.paging.page_table import headwise_page_table
-from vllm_kvselect.retention import Cuts, Role
+from vllm_kvselect.planning.cuts import Cuts, Role
 
 INVARIANTS = {
     "pool": "every block is either free, held or the null block, and the pool counts its free ones",
     "references": "a block is referenced as often as block tables name it",
-    "owners": "only unfinished requests hold blocks",
-    "shared": "a block in two block tables is hashed and has the same place in both",
+    "owners": "only unfinished requests and loads hold blocks",
+    "shared": "a block in two block tables is hashed, is of the same layers and has the same place "
+    "in both",
     "hashes": "a hashed block is found by its hash, and no other block is",
     "covered": "a block table covers the tokens computed so far",
     "freed": "only the blocks before the packed ones are freed, all of them, and after the cut",
+    "bounded": "a request holds no more blocks than its plan says that it ever does",
     "private": "packed blocks and those after them belong to one request and are not hashed, or "
     "have the name of a compressed context and are complete",
+    "loads": "blocks that wait for a stored context have no name under which it is found",
+    "beside": "blocks of layers that drop nothing are not hashed from the first cut on",
+    "plan": "scheduler and workers make the same plan of a request",
     "pages": "each page that a worker reads lies in a private block of the request that reads it, "
     "or in one of its context",
 }
@@ -89,7 +99,7 @@ class _Table:
 
 
 def find_violations(kv: KVCacheManager, requests: Mapping[str, Request]) -> list[Violation]:
-    """Checks a KV cache manager whose only group of layers is ours.
+    """Checks a KV cache manager: the group of layers that drops entries, and those beside it.
 
     Valid between scheduling steps: right after `schedule()` and at any time until the next one. Its
     time grows with the number of blocks in the pool.
@@ -101,34 +111,81 @@ def find_violations(kv: KVCacheManager, requests: Mapping[str, Request]) -> list
     Returns:
         The violations, none if all is well.
     """
-    (manager,) = kv.coordinator.single_type_managers
-    assert isinstance(manager, HeadwiseManager)
-    owners = block_owners(manager)
+    manager, managers = headwise_manager(kv), kv.coordinator.single_type_managers
+    owners = block_owners(kv)
     tables = [
-        _Table(request, blocks, manager.cuts_of(request))
+        _Table(request, blocks, manager.plan_of(request).cuts)
         for request_id, blocks in manager.req_to_blocks.items()
         if (request := requests.get(request_id)) is not None and not request.is_finished()
     ]
     found = [
         *_pool_violations(kv.block_pool, owners),
-        *_owner_violations(kv.block_pool, owners, {table.request.request_id for table in tables}),
+        *_owner_violations(
+            kv.block_pool,
+            owners,
+            {table.request.request_id for table in tables} | {*manager.loads_held},
+        ),
         *_hash_violations(kv.block_pool, owners),
+        *_load_violations(manager),
     ]
     for table in tables:
         found += _table_violations(table, manager)
-    found += _page_violations(
-        tables, manager.block_size, manager.kv_cache_spec.num_kv_heads, len(kv.block_pool.blocks)
-    )
+        for bystander in managers:
+            if bystander is not manager:
+                found += _bystander_violations(table, bystander)
+    found += _page_violations(tables, manager, len(kv.block_pool.blocks))
     return found
 
 
-def block_owners(manager: HeadwiseManager) -> dict[int, list[tuple[str, int]]]:
-    """Maps the id of every held block to the `(request id, index)` that name it."""
-    owners: dict[int, list[tuple[str, int]]] = defaultdict(list)
-    for request_id, blocks in manager.req_to_blocks.items():
-        for index, block in enumerate(blocks):
-            if not block.is_null:
-                owners[block.block_id].append((request_id, index))
+def plan_violations(
+    manager: HeadwiseManager, requests: Mapping[str, Request], plans: Mapping[str, str]
+) -> list[Violation]:
+    """Compares the plans of a worker with the scheduler's.
+
+    Args:
+        manager: The manager of the layers that drop entries.
+        requests: The scheduler's unfinished requests by their ids.
+        plans: Fingerprints of a worker's plans, by request.
+
+    Returns:
+        The violations, none if all is well.
+    """
+    return [
+        Violation("plan", f"{fingerprint} in a worker, {own} here", (), (request_id,))
+        for request_id, fingerprint in plans.items()
+        if (request := requests.get(request_id)) is not None
+        and (own := manager.plan_of(request).fingerprint) != fingerprint
+    ]
+
+
+class Place(NamedTuple):
+    """Where a block table names a block.
+
+    Attributes:
+        request_id: Whose table it is.
+        number: The block's place in it.
+        group_id: The layers that it is of.
+    """
+
+    request_id: str
+    number: int
+    group_id: int
+
+
+def block_owners(kv: KVCacheManager) -> dict[int, list[Place]]:
+    """Maps the id of every held block to the places that name it.
+
+    A load of a stored context is an owner like a request.
+    """
+    owners: dict[int, list[Place]] = defaultdict(list)
+    for group_id, manager in enumerate(kv.coordinator.single_type_managers):
+        tables = [*manager.req_to_blocks.items()]
+        if isinstance(manager, HeadwiseManager):
+            tables += manager.loads_held.items()
+        for request_id, blocks in tables:
+            for index, block in enumerate(blocks):
+                if not block.is_null:
+                    owners[block.block_id].append(Place(request_id, index, group_id))
     return owners
 
 
@@ -137,13 +194,11 @@ def free_blocks(pool: BlockPool) -> list[KVCacheBlock]:
     return list(islice(pool.free_block_queue.iter_blocks_after(None), len(pool.blocks) + 1))
 
 
-Owners = Mapping[int, Collection[tuple[str, int]]]
+Owners = Mapping[int, Collection[Place]]
 
 
 def _request_ids(block_ids: Iterable[int], owners: Owners) -> tuple[str, ...]:
-    return tuple(
-        dict.fromkeys(request_id for b in block_ids for request_id, _ in owners.get(b, ()))
-    )
+    return tuple(dict.fromkeys(place.request_id for b in block_ids for place in owners.get(b, ())))
 
 
 def _pool_violations(pool: BlockPool, owners: Owners) -> Iterator[Violation]:
@@ -176,8 +231,8 @@ def _owner_violations(pool: BlockPool, owners: Owners, unfinished: set[str]) -> 
         if not unfinished.issuperset(request_ids):
             strangers = ", ".join(sorted(set(request_ids) - unfinished))
             yield Violation("owners", f"held by {strangers}", (block_id,), request_ids)
-        if len(named) > 1 and (block.block_hash is None or len({i for _, i in named}) > 1):
-            places = ", ".join(f"{request_id}[{index}]" for request_id, index in named)
+        if len(named) > 1 and (block.block_hash is None or len({p[1:] for p in named}) > 1):
+            places = ", ".join(f"{place.request_id}[{place.number}]" for place in named)
             hashed = "not hashed" if block.block_hash is None else "hashed"
             yield Violation("shared", f"{hashed}, at {places}", (block_id,), request_ids)
 
@@ -196,6 +251,13 @@ def _hash_violations(pool: BlockPool, owners: Owners) -> Iterator[Violation]:
         yield Violation("hashes", f"{len(found_by) - len(hashes)} hashes without a hashed block")
 
 
+def _load_violations(manager: HeadwiseManager) -> Iterator[Violation]:
+    for name, blocks in manager.loads_held.items():
+        found = tuple(block.block_id for block in blocks if block.block_hash is not None)
+        if found:
+            yield Violation("loads", "found before they are read", found, (name,))
+
+
 def _table_violations(table: _Table, manager: HeadwiseManager) -> Iterator[Violation]:
     request, blocks = table.request, table.blocks
     request_ids = (request.request_id,)
@@ -209,6 +271,14 @@ def _table_violations(table: _Table, manager: HeadwiseManager) -> Iterator[Viola
             f"tokens processed, cuts at {[cut.position for cut in table.cuts]}"
         )
         yield Violation("freed", detail, (), request_ids)
+    # With one cut all is held until then; of a context that was found, less than ever.
+    if len(table.cuts) > 1 and request.request_id not in manager.found:
+        held = tuple(block.block_id for block in blocks if not block.is_null)
+        num_tokens = len(blocks) * manager.block_size
+        most = table.cuts.most_held(num_tokens, manager.block_size, manager.num_late)
+        if len(held) > most:
+            detail = f"holds {len(held)} blocks, at most {most} by plan"
+            yield Violation("bounded", detail, held, request_ids)
     exposed = [
         block.block_id
         for index, block in enumerate(blocks)
@@ -221,14 +291,34 @@ def _table_violations(table: _Table, manager: HeadwiseManager) -> Iterator[Viola
         yield Violation("private", "shared or hashed", tuple(exposed), request_ids)
 
 
+def _bystander_violations(table: _Table, manager: PlannedManager) -> Iterator[Violation]:
+    """Checks a request's table of layers that drop nothing."""
+    request, size = table.request, manager.block_size
+    blocks = manager.req_to_blocks.get(request.request_id, [])
+    if len(blocks) * size < request.num_computed_tokens:
+        tokens = f"{len(blocks)} blocks for {request.num_computed_tokens} tokens"
+        yield Violation("covered", tokens, (), (request.request_id,))
+    if not table.cuts:
+        return
+    first = table.cuts.first_position // size
+    hashed = tuple(block.block_id for block in blocks[first:] if block.block_hash is not None)
+    if hashed:
+        yield Violation("beside", "hashed", hashed, (request.request_id,))
+
+
 def _page_violations(
-    tables: list[_Table], block_size: int, num_kv_heads: int, num_blocks: int
+    tables: list[_Table], manager: HeadwiseManager, num_blocks: int
 ) -> Iterator[Violation]:
     """Builds the page tables that a worker would, with an even share for every head.
 
     The first layer stands for all: a pool hands out the same pages of the same blocks, only to
-    other heads, and in other layers they have the same places.
+    other heads, and in other layers they have the same places. Blocks are kernel blocks here, as
+    the worker's are.
     """
+    block_size, num_kv_heads = manager.block_size, manager.kv_cache_spec.num_kv_heads
+    page_size = manager.sizes.page_size or block_size
+    parts = torch.arange(block_size // page_size)
+    num_pages = num_blocks * len(parts)
     read = [
         (table, cut)
         for table in tables
@@ -238,16 +328,19 @@ def _page_violations(
     if not read:
         return
     seq_lens = torch.tensor([table.request.num_computed_tokens for table, _ in read])
-    block_table = torch.zeros(len(read), max(len(t.blocks) for t, _ in read), dtype=torch.int64)
-    private_to = torch.full((num_blocks,), -1)  # which row a block is private to
-    of_context = torch.zeros(num_blocks, dtype=torch.bool)  # whether rows may share it
+    width = max(len(table.blocks) for table, _ in read) * len(parts)
+    block_table = torch.zeros(len(read), width, dtype=torch.int64)
+    private_to = torch.full((num_pages,), -1)  # which row a kernel block is private to
+    of_context = torch.zeros(num_pages, dtype=torch.bool)  # whether rows may share it
     for row, (table, cut) in enumerate(read):
         ids = torch.tensor([block.block_id for block in table.blocks])
+        ids = (ids[:, None] * len(parts) + parts).flatten()
         block_table[row, : len(ids)] = ids
         private_to[ids[cut.first_packed :]] = row
-        hashed = [b.block_id for b in table.blocks[cut.first_packed :] if b.block_hash is not None]
-        of_context[hashed] = True
-    private_to[0] = -1  # the null block
+        is_hashed = [b.block_hash is not None for b in table.blocks]
+        hashed = torch.tensor(is_hashed).repeat_interleave(len(parts))
+        of_context[ids[cut.first_packed :][hashed[cut.first_packed :]]] = True
+    private_to[: len(parts)] = -1  # the null block
     num_packed = torch.tensor([cut.num_packed for _, cut in read])
     offsets = num_packed[:, None] * torch.arange(num_kv_heads + 1)
     pages, lengths = headwise_page_table(
@@ -256,21 +349,23 @@ def _page_violations(
         torch.tensor([cut.first_packed for _, cut in read]),
         torch.tensor([cut.tail_start for _, cut in read]),
         offsets[None],
-        block_size,
-        num_blocks,
+        page_size,
+        num_pages,
     )
     pages, lengths = (part.view(len(read), num_kv_heads, -1).long() for part in (pages, lengths))
-    is_read = torch.arange(pages.shape[-1]) < -(-lengths // block_size)
+    is_read = torch.arange(pages.shape[-1]) < -(-lengths // page_size)
     rows = torch.arange(len(read))[:, None, None]
     ids = pages // num_kv_heads
     is_foreign = is_read & (private_to[ids] != rows) & ~of_context[ids]
     for row, (table, cut) in enumerate(read):
         request_ids = (table.request.request_id,)
         if is_foreign[row].any():
-            blocks = (pages[row][is_foreign[row]] // num_kv_heads).unique().tolist()
-            yield Violation("pages", "read, but not private to it", tuple(blocks), request_ids)
+            foreign = pages[row][is_foreign[row]] // num_kv_heads // len(parts)
+            blocks = tuple(foreign.unique().tolist())
+            yield Violation("pages", "read, but not private to it", blocks, request_ids)
         packed = block_table[row, cut.first_packed : cut.tail_start]
         run = run_pages(packed, num_kv_heads)
         if not torch.equal(pages[row, :, : cut.num_packed].flatten(), run):
             detail = "packed in another order than read"
-            yield Violation("pages", detail, tuple(packed.tolist()), request_ids)
+            blocks = tuple((packed // len(parts)).unique().tolist())
+            yield Violation("pages", detail, blocks, request_ids)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from vllm.v1.core.kv_cache_utils import BlockHash
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.prefilling.segments import Segments
+from vllm_kvselect.planning.segments import Segments
 
 
 def sparse_names(

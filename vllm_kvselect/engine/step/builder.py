@@ -12,12 +12,12 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_kvselect.engine.drop.due import DueDrops
+from vllm_kvselect.engine.drop.memory import refuse_scattered_layers
+from vllm_kvselect.engine.drop.request import RequestsOf
+from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
-from vllm_kvselect.engine.step.memory import refuse_scattered_layers
-from vllm_kvselect.engine.step.request import RequestsOf
-from vllm_kvselect.engine.step.rounds import Rounds
 from vllm_kvselect.engine.step.split import Splitter
-from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
 
 
@@ -27,6 +27,7 @@ class HeadwiseBuilder(ABC):
     Attributes:
         layers: The group's layers, once started.
         state: Their state.
+        due: What makes the cuts that are due between two steps.
     """
 
     kv_cache_spec: AttentionSpec
@@ -35,28 +36,30 @@ class HeadwiseBuilder(ABC):
     device: torch.device
     layers: list[Any]
     state: RetentionState
+    due: DueDrops
     splitter_class: type[Splitter] = Splitter
     _splitter: Splitter | None = None
 
-    def start(self, num_blocks: int, requests_of: RequestsOf, kernels: Kernels) -> RetentionState:
+    def start(self, requests_of: RequestsOf, kernels: Kernels) -> RetentionState:
         """Connects the layers of the group to their state; called once the cache is allocated.
 
         Args:
-            num_blocks: Blocks of the KV cache.
             requests_of: Gives the requests of a batch.
             kernels: What computes the parts of a choice.
 
         Returns:
             The state of the group's layers.
         """
-        spec = self.kv_cache_spec
+        spec = self.kv_cache_spec  # of a kernel block, where vLLM splits blocks into several
         assert isinstance(spec, HeadwiseSpec)
         by_name = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         layers = [by_name[name] for name in self.layer_names]
+        num_blocks = len(layers[0].kv_cache)
         state = RetentionState(num_blocks, len(layers), spec.num_kv_heads, self.device)
         refuse_scattered_layers([layer.kv_cache for layer in layers])
         self.layers, self.state = layers, state
         self._start_layers(layers, state, kernels)
+        self.due = DueDrops([layer.impl for layer in layers], state, spec.block_size)
         self._splitter = self.splitter(requests_of)
         return state
 
@@ -64,8 +67,10 @@ class HeadwiseBuilder(ABC):
         """A splitter of the group's batches."""
         spec = self.kv_cache_spec
         assert isinstance(spec, HeadwiseSpec)
-        rounds = Rounds([layer.impl for layer in self.layers], self.state, spec.block_size)
-        return self.splitter_class(self.state, requests_of, spec.block_size, rounds.make)
+        return self.splitter_class(self.state, requests_of, spec.block_size)
+
+    def take_queries(self) -> None:  # noqa: B027 (only graphs leave them elsewhere)
+        """Takes what the last step left of queries, before cuts that are due look through them."""
 
     @abstractmethod
     def _start_layers(self, layers: list[Any], state: RetentionState, kernels: Kernels) -> None:
@@ -81,8 +86,10 @@ class HeadwiseBuilder(ABC):
         split = self._splitter.split(common_attn_metadata) if self._splitter else None
         if split is None:
             return self._build_stock(common_prefix_len, common_attn_metadata, fast_build)
-        for part in split.stock_parts:
-            part.metadata = self._build_stock(common_prefix_len, part.common, fast_build)
+        for index, part in enumerate(split.stock_parts):
+            # FlashAttention's schedule lies in one buffer of the builder: the first part has it.
+            fast = fast_build or index > 0
+            part.metadata = self._build_stock(common_prefix_len, part.common, fast)
         return split
 
     def _build_stock(

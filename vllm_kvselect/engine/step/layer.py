@@ -11,13 +11,12 @@ import torch
 from vllm.v1.attention.backend import AttentionLayer
 
 from vllm_kvselect.config import ConfigError
-from vllm_kvselect.engine.step.packing import Packing
+from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
 from vllm_kvselect.engine.step.sparse import SparseBatch, joined
 from vllm_kvselect.engine.step.split import Completion, Observation, Part, Split, StockPart
-from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
-from vllm_kvselect.paging.compaction import head_pages, retained_slots
+from vllm_kvselect.paging.compaction import head_pages
 from vllm_kvselect.paging.page_table import PageTable
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.rotation import Rotation
@@ -109,7 +108,7 @@ class HeadwiseImpl(ABC):
                 for observation in split.observations:
                     self.observe(*tensors, observation)
                 for completion in split.completions:
-                    self.pack(*tensors, completion)
+                    self.score(key, value, completion)
         for part in split.after:
             self._forward_part(layer, *tensors, kv_cache, part, output)
         return output
@@ -130,7 +129,7 @@ class HeadwiseImpl(ABC):
         elif isinstance(part, HeadwiseBatch):
             self._forward_sequences(layer, query, part, self._table(part), output)
         else:
-            table = self._sparse_table(query, key, value, part)
+            table = self._sparse_table(query, key, part)
             self._forward_sequences(layer, query, part, table, output)
 
     def _forward_stock(
@@ -154,19 +153,16 @@ class HeadwiseImpl(ABC):
             output[tokens] = attended
 
     def _sparse_table(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: SparseBatch
+        self, query: torch.Tensor, key: torch.Tensor, batch: SparseBatch
     ) -> PageTable:
         """Pages that the sparse segments read in this layer."""
         with self._state.estimate_stopwatch:
-            tables = [
-                row.table(
-                    self._scored_queries(query[row.tokens]),
-                    self._at_hand(key, value, row.chunk),
-                    self._score_scale,
-                    self,
-                )
-                for row in batch.rows
-            ]
+            tables = []
+            for row in batch.rows:
+                at_hand = self._at_hand(key, key, row.chunk)
+                keys = None if at_hand is None else at_hand[0]
+                asked = self._scored_queries(query[row.tokens])
+                tables.append(row.table(asked, keys, self._score_scale, self))
             return joined(tables)
 
     def _forward_sequences(
@@ -212,19 +208,27 @@ class HeadwiseImpl(ABC):
 
     @abstractmethod
     def read_keys(self, pages: torch.Tensor) -> torch.Tensor:
-        """Keys of whole pages in token order, `[num_kv_heads, n, head_size]`."""
+        """Keys of whole pages in their order, `[num_kv_heads, n, head_size]`.
+
+        Args:
+            pages: Page ids of each head in the memory of all layers, `[num_kv_heads, m]` int64.
+        """
 
     @abstractmethod
     def read_values(self, pages: torch.Tensor) -> torch.Tensor:
-        """Values of whole pages in token order, `[num_kv_heads, n, head_size]`."""
+        """Values of whole pages; as `read_keys`."""
 
-    def _read(self, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys up to the cut, values at least of what competes, `[num_kv_heads, n, head_size]`."""
-        return self.read_keys(packing.pages), self.read_values(packing.competing_pages)
+    def read(self, pages: torch.Tensor, num_competing: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys of whole pages and values at least of the first ones; see `DropLayer`."""
+        return self.read_keys(pages), self.read_values(pages[:, :num_competing].contiguous())
 
     @abstractmethod
-    def move_slots(self, cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Moves entries from slots to slots of a layer's cache, or of the memory of all layers."""
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves entries from slots to slots of the memory of all layers; see `DropLayer`."""
+
+    def pages_of(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Pages of blocks in this layer, `[num_kv_heads, n]` int64, for blocks `[n]` int64."""
+        return head_pages(blocks + self.layer_index * len(self.kv_cache), self.num_kv_heads)
 
     def _at_hand(
         self, key: torch.Tensor, value: torch.Tensor, tokens: slice
@@ -243,13 +247,13 @@ class HeadwiseImpl(ABC):
         value: torch.Tensor,
         observation: Observation,
     ) -> None:
-        """Shows an observer the tokens of a chunk."""
+        """Shows a memory the tokens of a chunk."""
         tokens = observation.tokens
         chunk_key, chunk_value = (part[tokens].transpose(0, 1) for part in (key, value))
-        if observation.observer.reads_earlier_keys:
+        if observation.memory.reads_earlier_keys:
             chunk_key = self._keys_so_far(key, observation)
         inputs = self.inputs(self._scored_queries(query[tokens]), chunk_key, chunk_value)
-        observation.observer.observe(inputs, observation.first_position, self.kernels.twin)
+        observation.memory.observe(inputs, observation.first_position, self.kernels.twin)
 
     def _keys_so_far(self, key: torch.Tensor, observation: Observation) -> torch.Tensor:
         """Keys from the prompt's first token to the chunk's end, as attention reads them."""
@@ -257,8 +261,7 @@ class HeadwiseImpl(ABC):
             at_hand = self._at_hand(key, key, observation.tokens)
             if at_hand is not None:
                 return at_hand[0]
-        pages = head_pages(observation.blocks, self.num_kv_heads)
-        return self.read_keys(pages)[:, : observation.end]
+        return self.read_keys(self.pages_of(observation.blocks))[:, : observation.end]
 
     def inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> ScoringInputs:
         """What scorers may read of this layer."""
@@ -274,29 +277,17 @@ class HeadwiseImpl(ABC):
             probe=self.probe,
         )
 
-    def pack(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, completion: Completion
-    ) -> None:
+    def score(self, key: torch.Tensor, value: torch.Tensor, completion: Completion) -> None:
         """Scores what competes in this layer, and packs what is retained unless that waits.
 
         Args:
-            query: Queries of the step, `[num_tokens, num_heads, head_size]`.
             key: Keys of the step, `[num_tokens, num_kv_heads, head_size]`.
             value: Values of the step, likewise.
             completion: The row that reaches its cut.
         """
-        packing, tokens = completion.packing, completion.tokens
+        tokens = completion.tokens
         at_hand = self._at_hand(key, value, tokens) if tokens is not None else None
-        key, value = at_hand or self._read(packing)
-        key, value = key[:, : packing.cut.position], value[:, : packing.num_competing]
-        packing.score(self, self.inputs(query[:0], key, value))
-
-    def move_entries(self, retained: torch.Tensor, packing: Packing) -> None:
-        """Moves what this layer retains into the packed blocks."""
-        num_blocks, num_kv_heads, block_size, _ = self.kv_cache.shape
-        sizes = (num_kv_heads, block_size, num_blocks)
-        sources = retained_slots(retained, packing.num_competing, packing.blocks, *sizes)
-        self.move_slots(self.kv_cache, sources, packing.slots)
+        completion.drop.score(self, *(at_hand or completion.drop.read(self)))
 
 
 def refuse_layer(**unsupported: object) -> None:

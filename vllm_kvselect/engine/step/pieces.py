@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvselect.engine.step.key_blocks import SparsePrefill
-from vllm_kvselect.engine.step.request import Request
+from vllm_kvselect.engine.drop.key_blocks import SparsePrefill
+from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.engine.step.rows import Rows, head_queries, on_device, start_loc, token_indices
 from vllm_kvselect.engine.step.sparse import SparseBatch, SparseRow
 
@@ -66,7 +66,7 @@ def sparse_rows(rows: Rows, block_table: torch.Tensor, block_size: int) -> dict[
     for row in np.flatnonzero(rows.stock_lens):
         request, tokens = rows.requests[row], rows.stock_tokens(row)
         begin = int(rows.num_computed[row])
-        segments = request.segments
+        segments = request.plan.segments
         if segments is None:
             continue
         starts = segments.sparse_part(begin, begin + tokens.stop - tokens.start)
@@ -75,7 +75,7 @@ def sparse_rows(rows: Rows, block_table: torch.Tensor, block_size: int) -> dict[
         end, shift = starts[-1] + segments.size, tokens.start - begin
         found[int(row)] = SparseRow(
             prefill=_prefill_of(request),
-            config=request.eviction,
+            config=request.plan.settings,
             tokens=slice(starts.start + shift, end + shift),
             starts=starts,
             chunk=slice(tokens.start, end + shift),
@@ -83,8 +83,6 @@ def sparse_rows(rows: Rows, block_table: torch.Tensor, block_size: int) -> dict[
             block_ids=block_table[row, : end // block_size].to(torch.int64),
             block_size=block_size,
         )
-        if end == segments.end:
-            request.sparse = None  # of no use any more, once this step is computed
     return found
 
 
@@ -113,7 +111,8 @@ def sparse_batch(rows: list[SparseRow], max_seq_len: int, num_kv_heads: int) -> 
 
 
 def _prefill_of(request: Request) -> SparsePrefill:
-    assert request.segments is not None
-    if request.sparse is None:
-        request.sparse = SparsePrefill(request.segments)
-    return request.sparse
+    progress, segments = request.progress, request.plan.segments
+    assert segments is not None
+    if progress.sparse is None:
+        progress.sparse = SparsePrefill(segments)
+    return progress.sparse

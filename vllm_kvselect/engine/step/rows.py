@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvselect.engine.step.request import Request
+from vllm_kvselect.engine.drop.request import Request
 
 Indices = slice | np.ndarray
 """Indices on the host: a slice where they are consecutive, so that nothing is copied."""
@@ -22,7 +22,7 @@ class Rows(NamedTuple):
         query_start: Where each row's tokens start in the batch.
         query_lens: Tokens of the row in this step.
         seq_lens: Tokens of the request after this step.
-        cut_positions: Tokens before each row's cut; the sequence length for rows without one, so
+        cut_positions: Tokens before each row's border; the sequence length for rows without one, so
             that all their tokens come before it.
         requests: Request of each row.
     """
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
     @property
     def stock_lens(self) -> np.ndarray:
-        """Tokens of each row that vLLM's own kernel computes: those before the cut."""
+        """Tokens of each row that vLLM's own kernel computes: those before the border."""
         return (np.minimum(self.seq_lens, self.cut_positions) - self.num_computed).clip(0)
 
     def stock_tokens(self, row: int) -> slice:
@@ -50,8 +50,8 @@ class Rows(NamedTuple):
 
     @property
     def completing(self) -> np.ndarray:
-        """Rows whose chunk reaches their cut, bool."""
-        has_cut = np.array([request.cut is not None for request in self.requests], dtype=bool)
+        """Rows whose chunk reaches a cut that is made in this step, bool."""
+        has_cut = np.array([request.border is not None for request in self.requests], dtype=bool)
         return has_cut & (self.stock_lens > 0) & (self.seq_lens >= self.cut_positions)
 
 

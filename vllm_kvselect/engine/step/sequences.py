@@ -10,7 +10,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvselect.engine.step.page_tables import SettledRows
+from vllm_kvselect.engine.drop.page_tables import SettledRows
 from vllm_kvselect.engine.step.rows import (
     Rows,
     Tokens,
@@ -123,14 +123,14 @@ def headwise_batch(
 
     Args:
         rows: The batch.
-        chosen: Row indices; each has a cut and tokens past it.
+        chosen: Row indices; each has a border and tokens past it.
         common: vLLM's metadata of the batch.
         num_kv_heads: KV heads on this rank.
 
     Returns:
         The sequences, still without page tables.
     """
-    cuts = [cut for row in chosen if (cut := rows.requests[row].cut) is not None]
+    cuts = [cut for row in chosen if (cut := rows.requests[row].border) is not None]
     stock_lens = rows.stock_lens[chosen]
     lens = rows.query_lens[chosen] - stock_lens
     starts = rows.query_start[chosen] + stock_lens

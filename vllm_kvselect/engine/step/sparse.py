@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.step.key_blocks import KeyBlocks, SparseLayer, SparsePrefill
+from vllm_kvselect.config import EvictionConfig, Prefill
+from vllm_kvselect.engine.drop.key_blocks import KeyBlocks, SparseLayer, SparsePrefill
 from vllm_kvselect.engine.step.sequences import OneHeadBatch
-from vllm_kvselect.paging.compaction import head_pages
 from vllm_kvselect.paging.page_table import PageTable
-from vllm_kvselect.prefilling.blocks import ChosenBlocks, covering, most_critical, segment_pages
+from vllm_kvselect.prefilling.blocks import ChosenBlocks, most_critical, segment_pages
 from vllm_kvselect.prefilling.criticality import fused
 
 
@@ -47,7 +46,7 @@ class SparseRow:
     def table(
         self,
         query: torch.Tensor,
-        at_hand: tuple[torch.Tensor, torch.Tensor] | None,
+        at_hand: torch.Tensor | None,
         scale: float,
         layer: SparseLayer,
     ) -> PageTable:
@@ -55,15 +54,14 @@ class SparseRow:
 
         Args:
             query: Queries of the tokens as scorers take them, `[num_tokens, num_heads, head_size]`.
-            at_hand: Keys and values of the chunk, `[num_kv_heads, n, head_size]` each, if they are
-                what attention reads.
+            at_hand: Keys of the chunk, `[num_kv_heads, n, head_size]`, if attention reads these.
             scale: Factor of products of queries and keys.
             layer: The layer.
 
         Returns:
             `[num_sequences, width]` and `[num_sequences]`, both int64.
         """
-        size, block = self.starts.step, self.config.prefill_block
+        size, block = self.starts.step, self.config.of(Prefill).prefill_block
         starts = torch.arange(
             self.starts.start, self.starts.stop, size, device=self.block_ids.device
         )
@@ -82,30 +80,26 @@ class SparseRow:
     def _choose(
         self,
         query: torch.Tensor,
-        at_hand: tuple[torch.Tensor, torch.Tensor] | None,
+        at_hand: torch.Tensor | None,
         scale: float,
         layer: SparseLayer,
         num_before: torch.Tensor,
     ) -> ChosenBlocks:
         """The blocks that each segment reads."""
-        config, size = self.config, self.starts.step
+        config, size = self.config.of(Prefill), self.starts.step
         num_blocks = self.starts[-1] // config.prefill_block
-        keys = self.prefill.key_blocks(layer.layer_index, config)
+        keys = self.prefill.key_blocks(layer.layer_index, self.config)
         self._learn(keys, num_blocks, at_hand, layer)
         segments = layer.kernels.extremes(query.transpose(0, 1), size)
         current = layer.kernels.criticality(segments, keys.known(num_blocks), scale, num_before)
         self.fused = fused(current, self.fused, config.prefill_layer_fusion)
-        norms = keys.norms(num_blocks)
-        ranked = self.fused if norms is None else self.fused * norms
-        if config.prefill_coverage:
-            return covering(ranked, num_before, config.prefill_coverage)
-        return most_critical(ranked, num_before, config.prefill_budget // config.prefill_block)
+        return most_critical(self.fused, num_before, config.prefill_budget // config.prefill_block)
 
     def _learn(
         self,
         keys: KeyBlocks,
         num_blocks: int,
-        at_hand: tuple[torch.Tensor, torch.Tensor] | None,
+        at_hand: torch.Tensor | None,
         layer: SparseLayer,
     ) -> None:
         """Adds the blocks before the last segment that are not known yet.
@@ -113,7 +107,8 @@ class SparseRow:
         Those of this chunk are at hand. Others were computed by earlier steps, densely, or by
         another request, and are read from the cache.
         """
-        block, end = self.config.prefill_block, num_blocks * self.config.prefill_block
+        block = self.config.of(Prefill).prefill_block
+        end = num_blocks * block
         # The chunk may begin inside a block, where what is before it is not sparse.
         first_at_hand = -(-self.chunk_start // block) * block if at_hand is not None else end
         begin = keys.num_known * block
@@ -122,19 +117,11 @@ class SparseRow:
                 continue
             if begin >= first_at_hand and at_hand is not None:
                 part = slice(begin - self.chunk_start, stop - self.chunk_start)
-                keys.add(at_hand[0][:, part], at_hand[1][:, part], layer)
+                keys.add(at_hand[:, part], layer)
             else:
-                keys.add(*self._read(begin, stop, layer), layer)
+                blocks = self.block_ids[begin // self.block_size : stop // self.block_size]
+                keys.add(layer.read_keys(layer.pages_of(blocks)), layer)
             begin = stop
-
-    def _read(
-        self, begin: int, end: int, layer: SparseLayer
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Keys of some tokens from the cache, and their values where these are wanted."""
-        blocks = self.block_ids[begin // self.block_size : end // self.block_size]
-        pages = head_pages(blocks, layer.num_kv_heads)
-        value = layer.read_values(pages) if self.config.prefill_values else None
-        return layer.read_keys(pages), value
 
 
 @dataclass

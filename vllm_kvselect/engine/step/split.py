@@ -4,26 +4,27 @@ A chunk is split at its request's cut: up to there vLLM's attention reads the wh
 it the tokens read the retained entries only. Rows without a cut stay vLLM's.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvselect.engine.step.packing import Packing
-from vllm_kvselect.engine.step.page_tables import PageTables, SettledRows
+from vllm_kvselect.config import Prefill
+from vllm_kvselect.engine.drop.columns import Columns
+from vllm_kvselect.engine.drop.drop import Drop
+from vllm_kvselect.engine.drop.page_tables import PageTables, SettledRows
+from vllm_kvselect.engine.drop.request import Request, RequestsOf
+from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.step.pieces import Pieces, sparse_batch, sparse_rows
-from vllm_kvselect.engine.step.request import Request, RequestsOf
 from vllm_kvselect.engine.step.rows import Rows, Tokens, on_device, start_loc, token_indices
-from vllm_kvselect.engine.step.seen_queries import SeenQueries, SeenQuery, Sees
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch, headwise_batch
 from vllm_kvselect.engine.step.sparse import SparseBatch, SparseRow
-from vllm_kvselect.engine.step.state import RetentionState
 from vllm_kvselect.paging.page_table import PageTable
-from vllm_kvselect.scoring.observer import Observer
+from vllm_kvselect.scoring.memory import ObservingMemory, StepQueries
 
 
 @dataclass
@@ -45,18 +46,25 @@ Part = StockPart | HeadwiseBatch | SparseBatch
 """Tokens of a batch and the call that computes them."""
 
 
+class Sees(Protocol):
+    """What is shown a step's queries: `StepQueries`, or what a graph leaves them in."""
+
+    def see(self, layer_index: int, query: torch.Tensor) -> None:
+        """Keeps the queries of a layer, `[num_tokens, num_heads, head_size]`."""
+
+
 @dataclass
 class Observation:
-    """Tokens of a batch that their request's observer is to see.
+    """Tokens of a batch that their request's memory is to see.
 
     Attributes:
-        observer: The observer.
+        memory: The memory.
         tokens: The tokens in the batch.
         first_position: Position of the first of them in the prompt.
         blocks: Block ids up to the last of them, int64.
     """
 
-    observer: Observer
+    memory: ObservingMemory
     tokens: slice
     first_position: int
     blocks: torch.Tensor
@@ -69,15 +77,15 @@ class Observation:
 
 @dataclass
 class Completion:
-    """A row that reaches its cut in this step.
+    """A row that reaches a cut in this step.
 
     Attributes:
-        packing: The cut.
+        drop: The cut.
         tokens: All tokens before the cut if they are in this batch: keys and values are at hand
             then and need not be read from the cache. Else None.
     """
 
-    packing: Packing
+    drop: Drop
     tokens: slice | None
 
 
@@ -87,10 +95,10 @@ class Split:
 
     Attributes:
         before: Parts that read the cache as it is.
-        observations: Tokens that observers see then.
+        observations: Tokens that memories see then.
         completions: Rows whose entries are scored, chosen and packed then.
         after: Parts that read what is retained.
-        seen: What keeps the queries that rounds will look through, or None.
+        seen: What keeps the queries that drops will look through, or None.
         sparse: What takes the place of `before` in layers that prefill sparsely, or None.
         num_dense_layers: First layers in which nothing does.
     """
@@ -122,27 +130,19 @@ class Splitter:
         state: State of the group's layers.
         requests_of: Gives the requests of a batch.
         block_size: Tokens per block.
-        make_round: Makes the round of a request that is due before the batch is computed, or adds
-            up what later ones need; from the request's block table.
     """
 
-    def __init__(
-        self,
-        state: RetentionState,
-        requests_of: RequestsOf,
-        block_size: int,
-        make_round: Callable[[Request, torch.Tensor], None],
-    ) -> None:
+    drop_class = Drop
+
+    def __init__(self, state: RetentionState, requests_of: RequestsOf, block_size: int) -> None:
         self._state, self._requests_of, self._block_size = state, requests_of, block_size
-        self._make_round = make_round
         self._page_tables = PageTables(state, block_size)
 
     def split(self, common: CommonAttentionMetadata) -> Split | None:
         """Splits a batch, or returns None when all of it is vLLM's and nobody has to see it."""
         requests = self._requests_of(common)
-        if not any(request.cuts or request.segments for request in requests):
+        if all(request.plan.is_stock for request in requests):
             return None
-        self._make_rounds(requests, common.block_table_tensor)
         rows = self._rows(common, requests)
         past_cut = np.flatnonzero(rows.stock_lens < rows.query_lens)
         seen = self._seen_queries(rows, common.block_table_tensor.device)
@@ -161,7 +161,8 @@ class Splitter:
         if sparse:
             split.sparse = self._sparse_parts(rows, sparse, common)
             # The same for all requests of a server.
-            (split.num_dense_layers,) = {r.config.prefill_dense_layers for r in sparse.values()}
+            of_requests = (row.config.of(Prefill) for row in sparse.values())
+            (split.num_dense_layers,) = {each.prefill_dense_layers for each in of_requests}
         return split
 
     def _sparse_parts(
@@ -174,37 +175,38 @@ class Splitter:
         beside = Pieces.before_cuts(rows, sparse)
         return [stock_part(beside, common), *parts] if beside.rows.size else parts
 
-    def _make_rounds(self, requests: Sequence[Request], block_table: torch.Tensor) -> None:
-        """Makes or prepares the rounds of requests, before anything of the batch is computed."""
-        for row, request in enumerate(requests):
-            if request.due_round is not None or request.is_behind:
-                self._make_round(request, block_table[row])
-
-    def _seen_queries(self, rows: Rows, device: torch.device) -> SeenQueries | None:
-        """The tokens whose queries the next rounds of their requests look through.
+    def _seen_queries(self, rows: Rows, device: torch.device) -> StepQueries | None:
+        """The tokens whose queries the next cuts of their requests look through.
 
         Raises:
-            RuntimeError: If a chunk goes on past a round, which is made before what follows it is
+            RuntimeError: If a chunk goes on past a cut that is made before what follows it is
                 computed; `CutScheduler` keeps it from happening.
         """
-        kept: list[tuple[Request, int, int]] = []  # request, position, token
-        num_computed = rows.num_computed
+        wanted: list[tuple[Request, int, int, int]] = []  # request, first and last position, token
         for row, request in enumerate(rows.requests):
-            if (cut := request.next_round) is None:
-                continue
-            first = max(int(num_computed[row]), request.first_seen(cut))
-            shift = int(rows.query_start[row] - num_computed[row])
-            last = int(rows.seq_lens[row])
-            if last > cut.position:
-                raise RuntimeError(f"a chunk of {request.eviction.method} runs past its round")
-            kept += [(request, position, position + shift) for position in range(first, last)]
-        if not kept:
+            begin, end = int(rows.num_computed[row]), int(rows.seq_lens[row])
+            shift = int(rows.query_start[row]) - begin
+            for cut in islice(request.plan.cuts, request.progress.num_made, None):
+                if cut is not request.plan.cut_at_once and cut.position < end:
+                    raise RuntimeError(
+                        f"a chunk of {request.plan.settings.method} runs past a cut between steps"
+                    )
+                first, last = max(begin, request.first_query(cut)), min(end, cut.position)
+                if first < last:
+                    wanted.append((request, first, last, first + shift))
+                # The next cut may follow so soon that its window begins in this step, too.
+                if cut.position - request.plan.settings.window >= end:
+                    break
+        if not wanted:
             return None
-        seen = SeenQueries(
-            on_device(np.array([token for _, _, token in kept]), device), self._state.num_layers
-        )
-        for place, (request, position, _) in enumerate(kept):
-            request.seen[position] = SeenQuery(seen, place)
+        starts = np.array([token for _, _, _, token in wanted], dtype=np.int64)
+        lens = np.array([last - first for _, first, last, _ in wanted], dtype=np.int64)
+        tokens = on_device(token_indices(starts, lens), device)
+        seen = StepQueries(tokens, self._state.num_layers)
+        place = 0
+        for request, first, last, _ in wanted:
+            request.progress.queries.keep(seen, place, first, last)
+            place += last - first
         return seen
 
     def _headwise(
@@ -221,7 +223,7 @@ class Splitter:
         query_start = common.query_start_loc_cpu.numpy().astype(np.int64)
         seq_lens = self._seq_lens(common).numpy().astype(np.int64)
         cut_positions = [
-            length if request.cut is None else request.cut.position
+            length if request.border is None else request.border.position
             for request, length in zip(requests, seq_lens, strict=True)
         ]
         return Rows(
@@ -236,71 +238,66 @@ class Splitter:
         """Tokens of each request, exact as long as its cut is not reached."""
         return common.seq_lens
 
-    def _block_id(self, blocks: torch.Tensor, index: int) -> int | torch.Tensor:
-        """Id of one of a request's blocks."""
-        return int(blocks[index])
-
     def _table_of(self, rows: SettledRows) -> PageTable | None:
         """Page tables of rows whose state is complete, if the backend wants them now."""
         return self._page_tables.of(rows)
 
     def _completions(self, rows: Rows, block_table: torch.Tensor) -> list[Completion]:
-        """Rows that reach their cut in this step."""
+        """Rows that reach a cut that is made in this step."""
         return [
             Completion(
-                self._packing(rows, row, block_table[row]),
+                self._drop(rows, row, block_table[row]),
                 rows.stock_tokens(row) if rows.num_computed[row] == 0 else None,
             )
             for row in map(int, np.flatnonzero(rows.completing))
         ]
 
-    def _packing(self, rows: Rows, row: int, block_ids: torch.Tensor) -> Packing:
+    def _drop(self, rows: Rows, row: int, block_ids: torch.Tensor) -> Drop:
         """A request's cut, made once however often the batch is split.
 
         Raises:
             RuntimeError: If the chunk of a pooled request goes on past the cut. A layer would have
                 to read what only the last one decides; `CutScheduler` keeps it from happening.
         """
-        request, waits = rows.requests[row], self._may_wait(rows, row)
-        assert request.cut is not None
-        if request.method.pooled and rows.seq_lens[row] > request.cut.position:
-            raise RuntimeError(f"a chunk of {request.eviction.method} runs past its cut")
-        if request.packing is None:
-            blocks = block_ids[: -(-request.cut.position // self._block_size)].to(torch.int64)
-            first_packed = self._block_id(blocks, request.cut.first_packed)
-            request.packing = Packing(
-                request, self._state, blocks, first_packed, self._block_size, waits
-            )
-        assert isinstance(request.packing, Packing)
-        return request.packing
+        request, cut = rows.requests[row], rows.requests[row].border
+        assert cut is not None
+        if request.method.pooled and rows.seq_lens[row] > cut.position:
+            raise RuntimeError(f"a chunk of {request.plan.settings.method} runs past its cut")
+        drop = request.progress.drop
+        if drop is None:
+            blocks = block_ids[: -(-cut.position // self._block_size)].to(torch.int64)
+            columns = Columns.of_prompt(blocks, cut.position, self._state)
+            packed, waits = blocks[cut.first_packed : cut.tail_start], self._may_wait(rows, row)
+            drop = self.drop_class(request, columns, packed, self._state, self._block_size, waits)
+            request.progress.drop = drop
+        assert isinstance(drop, Drop)
+        return drop
 
     def _may_wait(self, rows: Rows, row: int) -> bool:
         """Whether nobody reads what a request retains before the next step.
 
         A context is read by others: it is packed even if its own request ends here.
         """
-        is_context = rows.requests[row].eviction.context is not None
+        is_context = rows.requests[row].plan.has_context
         return not is_context and bool(rows.seq_lens[row] == rows.cut_positions[row])
 
     def _observations(self, rows: Rows, block_table: torch.Tensor) -> list[Observation]:
-        """Tokens before cuts, as far as the requests' methods have to see them."""
-        found = (
+        """Tokens before cuts, where the requests' methods remember something of each."""
+        return [
             self._observation(rows, int(row), block_table[row])
             for row in np.flatnonzero(rows.stock_lens)
             if rows.num_computed[row] < rows.requests[row].num_observed
-        )
-        return [observation for observation in found if observation is not None]
+            and rows.requests[row].method.scorer.observes
+        ]
 
-    def _observation(self, rows: Rows, row: int, block_ids: torch.Tensor) -> Observation | None:
-        observer = rows.requests[row].observed_by(self._state.num_layers)
+    def _observation(self, rows: Rows, row: int, block_ids: torch.Tensor) -> Observation:
+        memory = rows.requests[row].remembered_by(self._state.num_layers)
+        assert isinstance(memory, ObservingMemory)
         tokens, num_computed = rows.stock_tokens(row), int(rows.num_computed[row])
-        end = min(num_computed + tokens.stop - tokens.start, observer.num_tokens)
-        first = max(num_computed, observer.first_position)
-        if first >= end:
-            return None
+        end = min(num_computed + tokens.stop - tokens.start, memory.num_tokens)
         blocks = block_ids[: -(-end // self._block_size)].to(torch.int64)
-        shift = tokens.start - num_computed
-        return Observation(observer, slice(first + shift, end + shift), first, blocks)
+        shown = slice(tokens.start, tokens.start + end - num_computed)
+        return Observation(memory, shown, num_computed, blocks)
 
 
 def stock_part(pieces: Pieces, common: CommonAttentionMetadata) -> StockPart:

@@ -21,19 +21,23 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_kvselect.config import CONFIG_KEY, ConfigError, EvictionConfig
+from vllm_kvselect.engine.bind.output_projection import find_output_projections, materialise
+from vllm_kvselect.engine.bind.probe import find_probes
+from vllm_kvselect.engine.bind.rotation import find_rotations
+from vllm_kvselect.engine.drop.request import LiveRequests, Request
+from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.models import refuse_mixed_groups, refuse_other_options
+from vllm_kvselect.engine.platforms import platform
 from vllm_kvselect.engine.refusal import notes_refusals
 from vllm_kvselect.engine.report import StepReport
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, with_eviction
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
+from vllm_kvselect.engine.step.contexts import StoredContexts
 from vllm_kvselect.engine.step.layer import HeadwiseImpl
-from vllm_kvselect.engine.step.output_projection import find_output_projections, materialise
-from vllm_kvselect.engine.step.probe import find_probes
-from vllm_kvselect.engine.step.request import LiveRequests, Request
-from vllm_kvselect.engine.step.rotation import find_rotations
-from vllm_kvselect.engine.step.state import RetentionState
+from vllm_kvselect.engine.store.identity import StoreIdentity, store_identity
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
-from vllm_kvselect.methods.registry import METHODS, Need
+from vllm_kvselect.registry import METHODS, best_method
+from vllm_kvselect.scorers import Need, ProbeFile
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
@@ -60,14 +64,17 @@ class EvictionWorker(ABC):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._eviction = EvictionConfig.parse(self.vllm_config.additional_config[CONFIG_KEY])
-        block_size = self.vllm_config.cache_config.block_size
-        self._requests = LiveRequests(self._eviction, block_size)
+        # Planned once blocks have their size: vLLM may enlarge them when the model is loaded.
+        self._requests = LiveRequests(self._eviction, self.vllm_config.cache_config.block_size)
+        self._started: list[HeadwiseBuilder] = []
         self._states: list[RetentionState] = []
         self._kernels: Kernels = REFERENCES
         self._num_saved_blocks = 0
         self._reported_seconds = 0.0
         self._report_to_send: StepReport | None = None
         self._found: list[Request] = []
+        self._store: StoreIdentity | None = None
+        self._contexts: StoredContexts | None = None
         self._problems: dict[Need, str] = {}
 
     @notes_refusals
@@ -76,10 +83,18 @@ class EvictionWorker(ABC):
         with _backend_in_place(self.replaces, self.backend):
             super().load_model(**kwargs)  # type: ignore[misc]
         self._kernels = self._load_kernels()
-        weighs_values = self._eviction.may_prefill_sparsely and self._eviction.prefill_values
-        self._bind("output projection", self._bind_output_projections, is_needed=weighs_values)
+        probe = self._eviction.of(ProbeFile)
+        self._bind("output projection", self._bind_output_projections)
         self._bind("rotation", self._bind_rotations)
-        self._bind("probe", self._bind_probes, is_asked_for=self._eviction.probe is not None)
+        self._bind("probe", self._bind_probes, is_asked_for=probe.probe is not None)
+        if self._eviction.context_store is not None:
+            reads_probe = any("probe" in METHODS[name].needs for name in self._methods())
+            layout = f"{self.backend} {self._page_layout()}"
+            self._store = store_identity(self.vllm_config, self._eviction, layout, reads_probe)
+
+    def _page_layout(self) -> str:
+        """What the order of the elements in a page depends on besides vLLM and the backend."""
+        return ""
 
     @abstractmethod
     def _load_kernels(self) -> Kernels:
@@ -102,8 +117,9 @@ class EvictionWorker(ABC):
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """vLLM's specs, with the eviction configuration."""
-        specs = super().get_kv_cache_spec()  # type: ignore[misc]
-        return {name: with_eviction(spec, self._eviction) for name, spec in specs.items()}
+        specs, here = super().get_kv_cache_spec(), platform()  # type: ignore[misc]
+        ours = self._eviction, here.page_size if here else None, self._store
+        return {name: with_eviction(spec, *ours) for name, spec in specs.items()}
 
     @notes_refusals
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -111,10 +127,24 @@ class EvictionWorker(ABC):
         refuse_other_options(kv_cache_config, self._eviction)
         refuse_mixed_groups(kv_cache_config, self.vllm_config)
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        for index, group in enumerate(kv_cache_config.kv_cache_groups):
+            spec = group.kv_cache_spec
+            if isinstance(spec, HeadwiseSpec):
+                sizes = spec.block_size, spec.page_size
+                self._requests = LiveRequests(self._eviction, *sizes, index)
+        self._started = self._builders
         self._states = [
-            builder.start(kv_cache_config.num_blocks, self._requests_of, self._kernels)
-            for builder in self._builders
+            builder.start(self._requests_of, self._kernels) for builder in self._started
         ]
+        if self._store is not None:
+            [builder] = self._started
+            self._contexts = StoredContexts.of(builder, self._eviction, self.model_config.model)
+
+    def shutdown(self) -> None:
+        """vLLM's, once contexts that are being stored are written."""
+        if self._contexts is not None:
+            self._contexts.close()
+        super().shutdown()  # type: ignore[misc]
 
     @property
     def _builders(self) -> list[HeadwiseBuilder]:
@@ -154,6 +184,9 @@ class EvictionWorker(ABC):
         """vLLM's step, with the prompts it brings taken note of and what it packed reported."""
         self._begin_step(scheduler_output)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        self._end_step(scheduler_output)
+        if self._contexts is not None:
+            self._contexts.save(self._states[0].completed)
         report = self._report()
         if report is None:
             return output
@@ -177,9 +210,27 @@ class EvictionWorker(ABC):
         return output
 
     def _begin_step(self, scheduled: SchedulerOutput) -> None:
-        """Takes note of what the scheduler says of a step, and packs what the last one left."""
+        """Takes note of what the scheduler says of a step, and makes the cuts that are due."""
         self._found += self._requests.update(scheduled)
-        self._requests.finish_packing()
+        with torch.inference_mode():
+            self._requests.finish_drops()
+            for builder in self._started:
+                builder.take_queries()
+                for request in self._requests:
+                    builder.due.make(request)
+            # Last: until here cuts read blocks that were given back.
+            if self._contexts is not None:
+                self._contexts.load(scheduled)
+
+    def _end_step(self, scheduled: SchedulerOutput) -> None:
+        """Makes the cuts at which contexts end that were cut before."""
+        if not (requests := self._requests.with_whole_contexts(scheduled)):
+            return
+        with torch.inference_mode():
+            for builder in self._started:
+                builder.take_queries()
+                for request in requests:
+                    builder.due.make(request)
 
     def _report(self) -> StepReport | None:
         """What the step packed, or None if nothing changed.
@@ -187,34 +238,36 @@ class EvictionWorker(ABC):
         Time that a device spends is known a few steps later, and reported then. What the host
         spends on a prompt in two steps is reported with the second one.
         """
-        packed = {request for state in self._states for request in state.completed}
+        made = [each for state in self._states for each in state.completed]
         for state in self._states:
             state.completed.clear()
-        if not packed and any(request.packing for request in self._requests):
+        if not made and any(request.progress.drop for request in self._requests):
             return None
-        contexts = [
-            [request.num_found, request.cut.first_packed]
-            for request in self._found
-            if request.cut is not None and not request.is_counted
-        ]
-        counted = [
-            [request.num_prompt_tokens, request.cut.first_packed]
-            for request in packed
-            if request.cut is not None and not request.is_counted
-        ]
-        for request in (*packed, *self._found):
-            request.is_counted = True
+        contexts = []
+        for request in self._found:
+            if not request.num_reported and (cut := request.last_cut) is not None:
+                contexts.append([request.progress.num_found, cut.num_freed])
+                request.num_reported = 1
         self._found = []
+        prompts, in_prompts, rounds = [], [], []
+        for request, cut, num_freed in made:
+            if request.completes_prompt(cut):
+                prompts.append([request.plan.num_prompt_tokens, cut.num_freed])
+            elif cut.position <= request.plan.num_prompt_tokens:
+                in_prompts.append(num_freed)
+            else:
+                rounds.append(num_freed)
+        plans = self._requests.take_new_plans() if self._eviction.check_integrity else {}
         num_saved_blocks, seconds = self._requests.num_saved_blocks, self._selection_seconds
         selection_seconds = seconds - self._reported_seconds
-        rounds = [num_freed for state in self._states for num_freed in state.rounds]
-        for state in self._states:
-            state.rounds.clear()
-        is_new = packed or contexts or rounds or selection_seconds
+        loads, *counts = ({}, 0, 0) if self._contexts is None else self._contexts.take_news()
+        is_new = made or contexts or plans or selection_seconds or loads or any(counts)
         if not is_new and num_saved_blocks == self._num_saved_blocks:
             return None
         self._num_saved_blocks, self._reported_seconds = num_saved_blocks, seconds
-        return StepReport(counted, contexts, selection_seconds, num_saved_blocks, rounds)
+        made_in = (prompts, in_prompts, rounds)
+        numbers = (selection_seconds, num_saved_blocks)
+        return StepReport(*made_in, contexts, *numbers, plans, loads, *counts)
 
     @property
     def _selection_seconds(self) -> float:
@@ -236,22 +289,42 @@ class EvictionWorker(ABC):
         need: Need,
         bind: Callable[[], None],
         is_asked_for: bool = False,
-        is_needed: bool = False,
     ) -> None:
-        """Gives the layers what methods need, or what is needed with any method.
+        """Gives the layers what methods need.
 
         Without it, only a default method's need is an error, and what the operator asked for.
         """
-        if not is_needed and not any(need in METHODS[name].needs for name in self._methods()):
+        if not any(need in METHODS[name].needs for name in self._methods()):
             return
         try:
             bind()
         except ConfigError as error:
-            default = METHODS.get(self._eviction.method)
-            if is_asked_for or is_needed or (default is not None and need in default.needs):
+            if is_asked_for:
                 raise
+            default = METHODS.get(self._eviction.method)
+            if default is not None and need in default.needs:
+                raise ConfigError(f"{error}; {self._next_best(need)}") from None
             self._problems[need] = str(error)
             logger.warning("%s; requests that choose them are refused", error)
+
+    def _next_best(self, missing: Need) -> str:
+        """What to take without something that a method needs, and the model cannot give."""
+        binds: dict[Need, Callable[[], None]] = {
+            "output projection": self._bind_output_projections,
+            "rotation": self._bind_rotations,
+            "probe": self._bind_probes,
+        }
+        given = {need for need, bind in binds.items() if need != missing and _succeeds(bind)}
+        in_rounds = bool(self._eviction.decode_budget)
+        pools = self.vllm_config.parallel_config.pipeline_parallel_size == 1
+        name = best_method(
+            lambda method: (
+                method.needs <= given
+                and (method.in_rounds or not in_rounds)
+                and (pools or not method.pooled)
+            )
+        )
+        return f"the best without it is --kv-eviction {name}"
 
     def _bind_output_projections(self) -> None:
         """Gives each layer its W_O."""
@@ -272,7 +345,8 @@ class EvictionWorker(ABC):
     def _bind_probes(self) -> None:
         """Gives each layer its part of the model's probe."""
         layers = dict(self._headwise_layers())
-        found = find_probes(self.vllm_config, self._eviction.probe, layers.items(), self.device)
+        file = self._eviction.of(ProbeFile).probe
+        found = find_probes(self.vllm_config, file, layers.items(), self.device)
         for name, layer in layers.items():
             layer.impl.probe = found[name]
 
@@ -281,6 +355,15 @@ class EvictionWorker(ABC):
         for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
             if isinstance(layer.impl, HeadwiseImpl):
                 yield name, layer
+
+
+def _succeeds(bind: Callable[[], None]) -> bool:
+    """Whether the model can give something, tried out: the start is refused anyway."""
+    try:
+        bind()
+    except ConfigError:
+        return False
+    return True
 
 
 @contextmanager

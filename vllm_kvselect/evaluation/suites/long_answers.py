@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_kvselect.analysis.errors import EvaluationError
-from vllm_kvselect.analysis.texts import read_texts
 from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.metrics import LIKE_FULL
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.evaluation.suites.tasks import chosen
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.texts import read_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +27,7 @@ _MAX_CHARACTERS = 16
 _MARK = "(text and instruction)"
 
 
-class Request(NamedTuple):
+class Instruction(NamedTuple):
     """What is asked for.
 
     Attributes:
@@ -39,10 +39,10 @@ class Request(NamedTuple):
     instruction: str
 
 
-REQUESTS = {
-    "summary": Request("sotu", "Write a detailed summary of the speech above."),
-    "continuation": Request("sotu", "Continue the speech above from where it breaks off."),
-    "explanation": Request("stdlib", "Explain in detail what the Python code above does."),
+INSTRUCTIONS = {
+    "summary": Instruction("sotu", "Write a detailed summary of the speech above."),
+    "continuation": Instruction("sotu", "Continue the speech above from where it breaks off."),
+    "explanation": Instruction("stdlib", "Explain in detail what the Python code above does."),
 }
 """Tasks by name. The code is this Python's own: another version's may differ."""
 
@@ -54,7 +54,7 @@ def long_answers(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase")
     where the answer begins.
 
     Args:
-        config: `tasks` are of `REQUESTS`, `num_examples` texts per task and length, `lengths`
+        config: `tasks` are of `INSTRUCTIONS`, `num_examples` texts per task and length, `lengths`
             tokens of prompt and answer together, `max_tokens` those of the answer, `seed` decides
             which texts.
         tokenizer: The tokenizer of a model with a chat template.
@@ -66,7 +66,7 @@ def long_answers(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase")
         EvaluationError: If a task is unknown, a length leaves no room for a text, there are too
             few texts of that length, or the model has no chat template.
     """
-    names = chosen(config.tasks, REQUESTS)
+    names = chosen(config.tasks, INSTRUCTIONS)
     lengths = config.lengths or (LENGTH,)
     return [
         example
@@ -80,9 +80,9 @@ def _examples(
     config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase", name: str, length: int
 ) -> Iterator[Example]:
     """The examples of one task and length."""
-    request = REQUESTS[name]
+    asked = INSTRUCTIONS[name]
     max_tokens = config.max_tokens or MAX_TOKENS
-    head, question = _around(tokenizer, request.instruction)
+    head, question = _around(tokenizer, asked.instruction)
     room = length - max_tokens - len(head) - len(question)
     if room < _MIN_TEXT:
         raise EvaluationError(
@@ -90,10 +90,10 @@ def _examples(
             "larger length, or fewer --max-tokens"
         )
     rng = random.Random(f"{config.seed} {name}")  # other texts for every task
-    texts = list(islice(_texts(tokenizer, request.source, room, rng), config.num_examples))
+    texts = list(islice(_texts(tokenizer, asked.source, room, rng), config.num_examples))
     if len(texts) < config.num_examples:
         raise EvaluationError(
-            f"{request.source} has {len(texts)} texts of {room} tokens or more: choose fewer "
+            f"{asked.source} has {len(texts)} texts of {room} tokens or more: choose fewer "
             "examples, or a smaller length"
         )
     for index, text in enumerate(texts):

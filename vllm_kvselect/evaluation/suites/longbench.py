@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.evaluation.suites.longbench_files import Row, Task, read_rows, read_task
 from vllm_kvselect.evaluation.suites.tasks import chosen
+from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.tiny_model import tiny_model
 
 if TYPE_CHECKING:

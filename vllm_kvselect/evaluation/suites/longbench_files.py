@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.offline.errors import EvaluationError
 
 _CONTEXT = "{{context}}"
 _JINJA = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
@@ -81,7 +81,7 @@ def read_task(name: str) -> Task:
     if spec is None or spec.origin is None:
         raise EvaluationError(
             "LongBench's prompts are read out of lm-eval, which is not installed: "
-            "pip install 'vllm-kvselect[eval]'"
+            "pip install '.[eval]' in a checkout"
         )
     path = Path(spec.origin).parent / "tasks" / "longbench" / f"{name}.yaml"
     try:
@@ -97,7 +97,7 @@ def read_task(name: str) -> Task:
     except (OSError, KeyError) as error:
         raise EvaluationError(
             f"the installed lm-eval has no LongBench set {name} that can be read here ({error}): "
-            "pip install --upgrade 'vllm-kvselect[eval]'"
+            "pip install --upgrade '.[eval]' in a checkout"
         ) from None
 
 

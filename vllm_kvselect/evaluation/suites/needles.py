@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from vllm_kvselect.analysis.speeches import speeches
-from vllm_kvselect.analysis.tasks import needles as hidden_numbers
 from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.evaluation.suites.tasks import chosen
+from vllm_kvselect.offline.speeches import speeches
+from vllm_kvselect.offline.tasks import needles as hidden_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import track
 
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.evaluation.examples import Example, TokenIds
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.evaluation.suites.ruler_generator import Generator, Prompt, no_text
@@ -23,6 +22,7 @@ from vllm_kvselect.evaluation.suites.ruler_questions import (
     right_answer,
 )
 from vllm_kvselect.evaluation.suites.tasks import chosen
+from vllm_kvselect.offline.errors import EvaluationError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_kvselect.analysis.errors import EvaluationError
 from vllm_kvselect.cache_dir import default_cache_dir
 from vllm_kvselect.evaluation.suites import ruler_runner
 from vllm_kvselect.evaluation.suites.ruler_package import PACKAGE, Task
+from vllm_kvselect.offline.errors import EvaluationError
 
 PUBLISHED_SEED = 42
 """What RULER itself uses, whatever `--random_seed` says; our seed 0."""
@@ -142,5 +142,5 @@ def _check_packages() -> None:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise EvaluationError(
-            f"RULER's generators need {', '.join(missing)}: pip install 'vllm-kvselect[eval]'"
+            f"RULER's generators need {', '.join(missing)}: pip install '.[eval]' in a checkout"
         )

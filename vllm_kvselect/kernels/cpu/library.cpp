@@ -59,19 +59,18 @@ Tensor similarities(const Tensor& key, double threshold, const std::optional<Ten
   });
 }
 
-// What a probe says of a chunk's tokens. Tables are [num_tokens, pairs] float, and may have no pairs.
-Tensor probe_scores(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& weights,
-                    const Tensor& cos, const Tensor& sin, int64_t first_position, double per_token) {
-  const int64_t group = query.size(1) / key.size(0), head_size = key.size(2);
-  TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1);
-  TORCH_CHECK(query.size(0) == key.size(1) && value.sizes() == key.sizes());
+// What a probe says of tokens. Tables are [num_tokens, pairs] float, and may have no pairs.
+Tensor probe_scores(const Tensor& key, const Tensor& value, const Tensor& weights, const Tensor& cos,
+                    const Tensor& sin, int64_t first_position, double per_token) {
+  const int64_t head_size = key.size(2);
+  TORCH_CHECK(key.stride(2) == 1 && value.stride(2) == 1 && value.sizes() == key.sizes());
   TORCH_CHECK(weights.is_contiguous() && weights.size(0) == key.size(0));
-  TORCH_CHECK(weights.size(1) == (group + 2) * head_size + 1);
+  TORCH_CHECK(weights.size(1) == 2 * head_size + 1);
   TORCH_CHECK(cos.sizes() == sin.sizes() && cos.size(0) == key.size(1) && 2 * cos.size(1) <= head_size);
   TORCH_CHECK(cos.stride(1) == 1 && sin.stride(1) == 1);
   Tensor scores = at::empty({key.size(0), key.size(1)}, key.options().dtype(at::kFloat));
   dispatch(key.scalar_type(), at::kFloat, [&](auto t, auto) {
-    const Probe<element<decltype(t)>> probe{query, key, value, weights, cos, sin};
+    const Probe<element<decltype(t)>> probe{key, value, weights, cos, sin};
     probe.score(first_position, per_token, scores);
   });
   return scores;
@@ -268,8 +267,8 @@ TORCH_LIBRARY(vllm_kvselect, library) {
   library.def(
       "similarities(Tensor key, float threshold, Tensor? num_absent, ScalarType multiplied) -> Tensor", similarities);
   library.def(
-      "probe_scores(Tensor query, Tensor key, Tensor value, Tensor weights, Tensor cos, Tensor sin, "
-      "int first_position, float per_token) -> Tensor", probe_scores);
+      "probe_scores(Tensor key, Tensor value, Tensor weights, Tensor cos, Tensor sin, int first_position, "
+      "float per_token) -> Tensor", probe_scores);
   library.def("extremes(Tensor vectors, int size) -> Tensor", extremes);
   library.def(
       "critical_logits(Tensor middle, Tensor largest, Tensor smallest, float scale, Tensor num_before) -> Tensor",

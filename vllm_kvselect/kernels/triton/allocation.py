@@ -10,6 +10,7 @@ import triton.language as tl
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.triton.ordering import DIGITS, digit_counts, next_digit, sortable
 from vllm_kvselect.kernels.triton.selection import best_mask, rows
+from vllm_kvselect.scopes import Floor
 from vllm_kvselect.selecting import allocation
 
 _BLOCK = 2048
@@ -26,15 +27,16 @@ def adaptive_pages(
     if scores.dtype != torch.float32:
         return allocation.adaptive_pages(scores, num_packed, block_size, config)
     even = num_packed * block_size
-    if config.floor == "minimum":
-        counts = torch.full_like(scores[:, 0], int(config.safeguard * even), dtype=torch.int64)
+    parameters = config.of(Floor)
+    if parameters.floor == "minimum":
+        counts = torch.full_like(scores[:, 0], int(parameters.safeguard * even), dtype=torch.int64)
         # What is not there stays so: a head may have fewer entries than the floor.
         is_first = best_mask(scores, counts) & (scores > float("-inf"))
         scores = scores.masked_fill(is_first, float("inf"))
         return _pages(scores, even, 1, 0, block_size)
     unit = allocation.SAFEGUARD_UNIT
-    share = round(config.safeguard * unit)
-    return _pages(scores, even, unit - share, share * even, unit * block_size)
+    share = round(parameters.safeguard * unit)
+    return _pages(scores, even, unit - share, share, unit * block_size)
 
 
 def shared_pages(
@@ -46,8 +48,8 @@ def shared_pages(
     return _pages(scores, num_packed * block_size, 1, 0, block_size)
 
 
-def _pages(scores: torch.Tensor, even: int, factor: int, floor: int, unit: int) -> torch.Tensor:
-    """Budgets `factor * count + floor` in whole `unit`s, with counts of the best entries."""
+def _pages(scores: torch.Tensor, even: int, factor: int, share: int, unit: int) -> torch.Tensor:
+    """Budgets `factor * count + share * even` in whole `unit`s; counts are of the best entries."""
     scores = rows(scores)
     num_heads, num_tokens = scores.shape
     num_best, num_tiles = even * num_heads, triton.cdiv(num_tokens, _BLOCK)
@@ -64,7 +66,8 @@ def _pages(scores: torch.Tensor, even: int, factor: int, floor: int, unit: int) 
         counts,
         num_heads,
         factor,
-        floor,
+        share,
+        even,
         unit,
         pages,
         DIGITS=DIGITS.value,
@@ -85,7 +88,10 @@ def _cut_so_far(digits_ptr, rank, DIGITS: tl.constexpr):
     return cut, rank
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride", "num_tokens", "num_best"],
+    do_not_specialize_on_alignment=["scores_ptr"],
+)
 def _digits_kernel(
     scores_ptr,
     stride,
@@ -106,7 +112,10 @@ def _digits_kernel(
     tl.atomic_add(digits_ptr + DIGIT * 256 + values, counts, mask=counts > 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride", "num_tokens", "num_best"],
+    do_not_specialize_on_alignment=["scores_ptr"],
+)
 def _counts_kernel(
     scores_ptr,
     stride,
@@ -131,7 +140,10 @@ def _counts_kernel(
     tl.store(counts_ptr + place, tl.sum((inside & (keys == cut)).to(tl.int32)))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride", "num_tokens", "num_best", "factor", "share", "even", "unit"],
+    do_not_specialize_on_alignment=["scores_ptr"],
+)
 def _pages_kernel(
     scores_ptr,
     stride,
@@ -141,7 +153,8 @@ def _pages_kernel(
     counts_ptr,
     num_heads,
     factor,
-    floor,
+    share,
+    even,
     unit,
     pages_ptr,
     DIGITS: tl.constexpr,
@@ -176,7 +189,7 @@ def _pages_kernel(
         counts += tl.sum(tl.where(rank <= num_ties, ties, 0), 0)
         num_ties -= tl.sum(of_tokens)
 
-    budgets = tl.where(is_head, counts.to(tl.int64) * factor + floor, 0)
+    budgets = tl.where(is_head, counts.to(tl.int64) * factor + share.to(tl.int64) * even, 0)
     whole = budgets // unit
     remainder = budgets - whole * unit
     num_before = tl.zeros((HEADS,), tl.int32)

@@ -76,7 +76,7 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries", "num_competing"])
 def _gather_kernel(
     source_ptr,
     block_stride,
@@ -109,7 +109,7 @@ def _gather_kernel(
     tl.store(gathered_ptr + places, moved, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def _scatter_kernel(
     cache_ptr,
     block_stride,

@@ -74,7 +74,7 @@ def criticality(
     return logits.softmax(dim=-1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def _extremes_kernel(
     vectors_ptr,
     head_stride,
@@ -107,7 +107,7 @@ def _extremes_kernel(
     tl.store(smallest_ptr + row, smallest.to(element), mask=is_channel)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "num_segments"])
 def _logits_kernel(
     middle_ptr,
     largest_ptr,

@@ -61,7 +61,17 @@ def headwise_page_table(
     return out
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "block_table_stride",
+        "offsets_layer_stride",
+        "offsets_req_stride",
+        "first_layer",
+        "pages_layer_stride",
+        "lengths_layer_stride",
+    ],
+    do_not_specialize_on_alignment=["offsets_ptr"],
+)
 def _pages_kernel(
     block_table_ptr,
     block_table_stride,

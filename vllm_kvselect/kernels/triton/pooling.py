@@ -28,7 +28,7 @@ def pool(scores: torch.Tensor, pooling: str, kernel_size: int) -> torch.Tensor:
     return pooled
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _pool_kernel(
     scores_ptr, num_tokens, kernel_size, pooled_ptr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
 ):

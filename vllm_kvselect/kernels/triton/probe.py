@@ -1,11 +1,9 @@
 """What a probe says of tokens, in one pass; `imitated_scores` of `vllm_kvselect/scoring/probe.py`.
 
-No vector is turned back. A pair (x, y) that was turned by an angle with cosine c and sine s is,
+No key is turned back. A pair (x, y) that was turned by an angle with cosine c and sine s is,
 before that, (c x + s y, c y - s x); under weights (u, v) it counts
 
-    c (u x + v y) + s (u y - v x),
-
-and both sums are taken over all vectors of a token first.
+    c (u x + v y) + s (u y - v x).
 """
 
 import torch
@@ -23,7 +21,7 @@ _TOKENS = 32
 
 def imitated_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
     """Twin of `probe.imitated_scores`; products and sums are float32 throughout."""
-    query, key, value, rotation = inputs.query, inputs.key, inputs.value, inputs.rotation
+    key, value, rotation = inputs.key, inputs.value, inputs.rotation
     if key.dtype not in DTYPES:
         return probe.imitated_scores(inputs, first_position)
     assert inputs.probe is not None
@@ -35,10 +33,8 @@ def imitated_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
     num_pairs = cos.shape[1]
     rest_size = head_size - 2 * num_pairs
     scores = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=key.device)
-    query, key, value = rows(query), rows(key), rows(value)
+    key, value = rows(key), rows(value)
     _probe_kernel[(triton.cdiv(num_tokens, _TOKENS), num_kv_heads)](
-        query,
-        *query.stride()[:2],
         key,
         *key.stride()[:2],
         value,
@@ -49,7 +45,6 @@ def imitated_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
         num_tokens,
         first_position,
         scores,
-        GROUP=query.shape[1] // num_kv_heads,
         HEAD_SIZE=head_size,
         PAIRS=num_pairs,
         INTERLEAVED=rotation is not None and rotation.interleaved,
@@ -62,11 +57,8 @@ def imitated_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
     return scores
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "first_position"])
 def _probe_kernel(
-    query_ptr,
-    query_token_stride,
-    query_head_stride,
     key_ptr,
     key_head_stride,
     key_token_stride,
@@ -79,7 +71,6 @@ def _probe_kernel(
     num_tokens,
     first_position,
     scores_ptr,
-    GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -92,42 +83,31 @@ def _probe_kernel(
     head = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside = tokens < num_tokens
-    weights_ptr += head * ((GROUP + 2) * HEAD_SIZE + 1)
+    weights_ptr += head * (2 * HEAD_SIZE + 1)
     pairs = tl.arange(0, PAIR_BLOCK)
     is_pair = pairs < PAIRS
-    along = tl.zeros((TOKENS, PAIR_BLOCK), tl.float32)
-    across = tl.zeros((TOKENS, PAIR_BLOCK), tl.float32)
     logarithms = tl.zeros((TOKENS,), tl.float32)
-    for member in tl.static_range(GROUP + 1):
-        # The group's queries, then the key.
-        if member < GROUP:
-            row = query_ptr + tokens * query_token_stride
-            row += (head * GROUP + member) * query_head_stride
-        else:
-            row = key_ptr + head * key_head_stride + tokens * key_token_stride
-        weight = weights_ptr + member * HEAD_SIZE
-        if PAIRS > 0:
-            first = pairs * 2 if INTERLEAVED else pairs
-            second = first + (1 if INTERLEAVED else PAIRS)
-            u, v = (_weights(weight, first, is_pair), _weights(weight, second, is_pair))
-            x, y = (_vectors(row, first, inside, is_pair), _vectors(row, second, inside, is_pair))
-            along += u * x + v * y
-            across += u * y - v * x
-        if HEAD_SIZE > 2 * PAIRS:
-            rest = 2 * PAIRS + tl.arange(0, REST_BLOCK)
-            is_rest = rest < HEAD_SIZE
-            vectors = _vectors(row, rest, inside, is_rest)
-            logarithms += tl.sum(vectors * _weights(weight, rest, is_rest), 1)
+    row = key_ptr + head * key_head_stride + tokens * key_token_stride
     if PAIRS > 0:
+        first = pairs * 2 if INTERLEAVED else pairs
+        second = first + (1 if INTERLEAVED else PAIRS)
+        u, v = (_weights(weights_ptr, first, is_pair), _weights(weights_ptr, second, is_pair))
+        x, y = (_vectors(row, first, inside, is_pair), _vectors(row, second, inside, is_pair))
         table = tokens[:, None] * PAIRS + pairs[None, :]
         is_entry = inside[:, None] & is_pair[None, :]
         cos = tl.load(cos_ptr + table, mask=is_entry, other=1.0).to(tl.float32)
         sin = tl.load(sin_ptr + table, mask=is_entry, other=0.0).to(tl.float32)
-        logarithms += tl.sum((cos * along + sin * across) / (cos * cos + sin * sin), 1)
+        turned = cos * (u * x + v * y) + sin * (u * y - v * x)
+        logarithms += tl.sum(turned / (cos * cos + sin * sin), 1)
+    if HEAD_SIZE > 2 * PAIRS:
+        rest = 2 * PAIRS + tl.arange(0, REST_BLOCK)
+        is_rest = rest < HEAD_SIZE
+        vectors = _vectors(row, rest, inside, is_rest)
+        logarithms += tl.sum(vectors * _weights(weights_ptr, rest, is_rest), 1)
     channels = tl.arange(0, VALUE_BLOCK)
     is_channel = channels < HEAD_SIZE
     row = value_ptr + head * value_head_stride + tokens * value_token_stride
-    weight = weights_ptr + (GROUP + 1) * HEAD_SIZE
+    weight = weights_ptr + HEAD_SIZE
     values = _vectors(row, channels, inside, is_channel)
     logarithms += tl.sum(values * _weights(weight, channels, is_channel), 1)
     logarithms += tl.load(weight + HEAD_SIZE)

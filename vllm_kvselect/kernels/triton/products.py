@@ -1,13 +1,20 @@
 """Matrix products of tiles, accumulated in float32, and how large a tile may be."""
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-_TILE_BYTES = 2**15
-"""An operand's tile: two of them, one in three stages, fit the shared memory of an SM (227 KiB)."""
+_MOST_TILES, _LARGEST_TILE = 5, 2**15
+"""A program holds one operand of two tiles, and tiles of the other in three stages."""
+_ROOM = 2**11
+"""Bytes of shared memory that reductions take beside tiles."""
+_H100 = 227 * 2**10
+"""Shared memory of a block there."""
 
 
 @triton.jit
@@ -27,8 +34,35 @@ def padded(size: int) -> int:
     return max(16, power)
 
 
+def shared_bytes() -> int:
+    """The most shared memory that a program may have on this device."""
+    if INTERPRETED.value:
+        return _H100
+    driver = triton.runtime.driver.active
+    return _shared_bytes(driver, driver.get_current_device())
+
+
+@cache
+def _shared_bytes(driver: Any, device: int) -> int:
+    properties = driver.utils.get_device_properties(device)
+    return int(properties["max_shared_mem"])
+
+
+def tile_bytes() -> int:
+    """Bytes of an operand's tile: 32 KiB, or half of it where that does not fit (99 KiB cards)."""
+    size = _LARGEST_TILE
+    while _MOST_TILES * size + _ROOM > shared_bytes():
+        size //= 2
+    return size
+
+
 def tile_size(channels: int, dtype: torch.dtype, largest: int) -> int:
     """Rows of a tile with so many channels, a power of two from 16 to `largest`."""
     # Three products of TF32 need the high and the low parts of float32.
     width = 2 * dtype.itemsize if dtype == torch.float32 else dtype.itemsize
-    return max(16, min(largest, _TILE_BYTES // (channels * width)))
+    return max(16, min(largest, tile_bytes() // (channels * width)))
+
+
+def num_stages(channels: int, dtype: torch.dtype) -> int:
+    """Stages in which tiles are loaded: two where the smallest tile is larger than it should be."""
+    return 3 if 16 * channels * dtype.itemsize <= tile_bytes() // 2 else 2

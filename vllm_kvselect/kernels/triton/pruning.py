@@ -126,7 +126,9 @@ def _weighted_bounds(
     return bounds
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["scores_stride", "num_tokens"], do_not_specialize_on_alignment=["scores_ptr"]
+)
 def _bounds_kernel(
     scores_ptr,
     scores_stride,
@@ -180,7 +182,7 @@ def _bounds_kernel(
     tl.store(bounds_ptr + places, bounds, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _first_kernel(
     budgets_ptr, bounds_ptr, num_tokens, tokens_ptr, counts_ptr, open_ptr, BLOCK: tl.constexpr
 ):
@@ -206,7 +208,7 @@ def _first_kernel(
     tl.store(open_ptr + head, num_open)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _second_kernel(
     keys_ptr, bounds_ptr, num_tokens, tokens_ptr, counts_ptr, open_ptr, BLOCK: tl.constexpr
 ):
@@ -224,7 +226,9 @@ def _second_kernel(
     tl.store(counts_ptr + head, num_listed)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["scores_stride", "num_tokens"], do_not_specialize_on_alignment=["scores_ptr"]
+)
 def _join_kernel(
     parts_ptr,
     num_parts,

@@ -10,13 +10,15 @@ from vllm_kvselect.selecting import selection
 _LARGEST_BLOCK = 8192
 """Tokens that a program holds at once: 16 a thread."""
 
+_SMALL_BLOCK = 1024
+"""The same for rows that are no longer: two sizes are compiled, whatever lengths prompts have."""
+
 NUM_WARPS = 16
 
 
 def row_block(num_tokens: int) -> int:
     """Tokens in a tile of programs that each walk a whole row."""
-    power: int = triton.next_power_of_2(num_tokens)
-    return min(_LARGEST_BLOCK, power)
+    return min(_LARGEST_BLOCK, _SMALL_BLOCK) if num_tokens <= _SMALL_BLOCK else _LARGEST_BLOCK
 
 
 def stage_1_mask(scores: torch.Tensor, budgets: torch.Tensor, alpha: float) -> torch.Tensor:
@@ -66,7 +68,9 @@ def rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride", "num_tokens"], do_not_specialize_on_alignment=["scores_ptr"]
+)
 def _best_mask_kernel(scores_ptr, stride, num_tokens, counts_ptr, mask_ptr, BLOCK: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
     scores_ptr += head * stride
@@ -80,7 +84,9 @@ def _best_mask_kernel(scores_ptr, stride, num_tokens, counts_ptr, mask_ptr, BLOC
         tl.store(mask_ptr + head * num_tokens + tokens, taken, mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride", "num_tokens"], do_not_specialize_on_alignment=["scores_ptr"]
+)
 def _best_indices_kernel(
     scores_ptr,
     stride,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_kvselect.kernels.triton.products import multiply, padded, tile_size
+from vllm_kvselect.kernels.triton.products import multiply, num_stages, padded, tile_size
 from vllm_kvselect.kernels.triton.selection import rows
 from vllm_kvselect.kernels.triton.window_attention import DTYPES
 from vllm_kvselect.scoring import value_norms as references
@@ -78,12 +78,12 @@ def partial_norms(
         COLUMNS=block,
         CHANNELS=channels,
         num_warps=8,
-        num_stages=3,
+        num_stages=num_stages(channels, value.dtype),
     )
     return parts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _parts_kernel(
     value_ptr,
     value_head_stride,
@@ -144,7 +144,7 @@ def sum_of_parts(parts_ptr, num_parts, stride, places, inside, group, BLOCK: tl.
     return norms / group
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _join_kernel(parts_ptr, num_parts, group, num_tokens, norms_ptr, BLOCK: tl.constexpr):
     head = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

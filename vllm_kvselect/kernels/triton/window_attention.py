@@ -14,8 +14,9 @@ import triton.language as tl
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.triton.pooling import pool
-from vllm_kvselect.kernels.triton.products import multiply, padded, tile_size
+from vllm_kvselect.kernels.triton.products import multiply, num_stages, padded, tile_size
 from vllm_kvselect.kernels.triton.selection import rows
+from vllm_kvselect.scorers import Pooling, QueryGroup
 from vllm_kvselect.scoring import defensivekv, snapkv
 from vllm_kvselect.scoring.inputs import ScoringInputs
 
@@ -34,8 +35,9 @@ def snapkv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor
     """Twin of `scoring.snapkv.snapkv_scores`."""
     if inputs.query.dtype not in DTYPES:
         return snapkv.snapkv_scores(inputs, config)
-    attention = _attention(inputs, config.group_reduction)
-    return pool(attention, config.pooling, config.kernel_size)
+    attention = _attention(inputs, config.of(QueryGroup).group_reduction)
+    pooling = config.of(Pooling)
+    return pool(attention, pooling.pooling, pooling.kernel_size)
 
 
 def mean_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
@@ -98,7 +100,7 @@ def window_attention(
         TOKENS=block,
         CHANNELS=channels,
         num_warps=8,
-        num_stages=3,
+        num_stages=num_stages(channels, query.dtype),
     )
     if num_scored:
         _weights_kernel[(triton.cdiv(num_scored, block), num_kv_heads)](
@@ -108,8 +110,8 @@ def window_attention(
             scores,
             num_absent,
             LARGEST=group_reduction == "max",
-            SPLITS=triton.next_power_of_2(num_splits),
-            ROWS=min(64, padded(window)),
+            SPLITS=_MOST_SPLITS,
+            ROWS=min(64, padded(window), tile_size(channels, query.dtype, 64)),
             TOKENS=block,
             CHANNELS=channels,
             num_warps=8,
@@ -118,7 +120,7 @@ def window_attention(
     return scores
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "split_size"])
 def _normalizers_kernel(
     query_ptr,
     query_token_stride,
@@ -186,7 +188,7 @@ def _normalizers_kernel(
     tl.store(normalizers_ptr + places, largest + tl.log2(tl.maximum(total, 1.0)), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
 def _weights_kernel(
     query_ptr,
     query_token_stride,

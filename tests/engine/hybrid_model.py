@@ -1,0 +1,81 @@
+"""Models with other layers beside attention, by transformers; attention itself is the tests' own.
+
+What transformers makes of states, vLLM's code has no part in. It computes them in float32.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from tests.engine.float64_model import Attend, Model
+
+_NAME = "of_the_tests"
+_attending: list[Attend] = []
+
+
+def _forward(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """A layer's attention, as transformers calls it: `[1, heads, num_tokens, head_size]`."""
+    (attend,) = _attending
+    query = query * (kwargs["scaling"] * query.shape[-1] ** 0.5)  # the tests scale by the rest
+    by_token = (part[0].transpose(0, 1).double() for part in (query, key, value))
+    return attend(module.layer_idx, *by_token)[None].to(query.dtype), None
+
+
+AttentionInterface.register(_NAME, _forward)
+
+
+class HybridModel(Model):
+    """A checkpoint of any family that transformers knows; see `Model`.
+
+    Args:
+        folder: Where it is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.config = json.loads((folder / "config.json").read_text())
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=_NAME
+        ).eval()
+        self.num_layers = self._model.config.num_hidden_layers
+        self.num_kv_heads = self.config["num_key_value_heads"]
+        self.probes = torch.zeros(self.num_layers, 1, self.num_kv_heads)
+
+    def projection(self, layer: int) -> torch.Tensor:
+        """W_O of a layer, `[hidden_size, num_heads * head_size]`."""
+        (attention,) = (
+            module
+            for module in self._model.modules()
+            if getattr(module, "layer_idx", None) == layer and hasattr(module, "k_proj")
+        )
+        output = getattr(attention, "o_proj", None) or attention.out_proj
+        return output.weight.double()
+
+    def sinks(self, layer: int) -> None:
+        """No model here has any."""
+
+    def theta(self, layer: int) -> float:
+        """Base of the rotary embedding."""
+        return float((self.config.get("rope_parameters") or {}).get("rope_theta", 1.0))
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int], attend: Attend) -> torch.Tensor:
+        """`[num_tokens, vocab_size]`."""
+        with _attended_by(attend):
+            output = self._model(torch.tensor([list(tokens)]), use_cache=False)
+        return output.logits[0].double()
+
+
+@contextmanager
+def _attended_by(attend: Attend) -> Iterator[None]:
+    _attending.append(attend)
+    try:
+        yield
+    finally:
+        _attending.pop()

@@ -1,0 +1,132 @@
+"""`--kv-eviction auto` takes the best method that a model allows, and says which and why."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import LLM
+from vllm.config import ModelConfig
+
+from tests.engine.test_arguments import parse, said
+from tests.engine.test_unreadable_projections import (  # noqa: F401 (fixture)
+    PROMPT,
+    engine_in_this_process,
+    params,
+    start,
+)
+from tests.probe_files import probe_of
+from vllm_kvselect.config import CONFIG_KEY, ConfigError
+from vllm_kvselect.engine.scheduler.cut_scheduler import CutAsyncScheduler, CutScheduler
+from vllm_kvselect.registry import METHODS, PREFERRED
+
+AUTO = ("--kv-eviction", "auto", "--kv-eviction-budget", "0.25")
+BLOCKS = ("--block-size", "32")
+
+
+def chosen(*command: str) -> str:
+    """The method that every process is told."""
+    method: str = config_of(*command).additional_config[CONFIG_KEY]["method"]
+    return method
+
+
+def config_of(*command: str) -> Any:
+    return parse("--dtype", "float32", *command).create_engine_config()
+
+
+def without_tokenizer(folder: Path) -> tuple[str, ...]:
+    return ("--model", str(folder), "--skip-tokenizer-init", "--max-model-len", "512")
+
+
+def test_any_model_and_any_setting_allows_the_last_choice() -> None:
+    last = METHODS[PREFERRED[-1]]
+    assert not last.needs
+    assert last.in_rounds
+    assert not last.pooled
+
+
+def test_a_probe_at_hand_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(*AUTO)
+    assert config.additional_config[CONFIG_KEY]["method"] == "layer-probe"
+    assert config.scheduler_config.get_scheduler_cls() in (CutScheduler, CutAsyncScheduler)
+    (_, choice), (_, retained) = said(caplog, *AUTO)
+    assert choice == "KV eviction auto takes layer-probe (a probe of this model is at hand)"
+    assert retained.startswith("KV eviction layer-probe: retains 512 entries")
+
+
+def test_without_a_probe_the_next_best_is_taken_and_the_command_for_one_shown(
+    llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = (*AUTO, *without_tokenizer(llama))
+    assert chosen(*command) == "layer-defensivekv"
+    (_, choice), *_ = said(caplog, *command)
+    assert choice.startswith("KV eviction auto takes layer-defensivekv (not layer-probe: there is ")
+    assert f"`vllm-kvselect calibrate {llama}`" in choice
+
+
+def test_a_named_probe_is_taken_and_checked_when_the_model_is_loaded(llama: Path) -> None:
+    probe = ("--kv-eviction-probe", str(probe_of(llama)))
+    assert chosen(*AUTO, *without_tokenizer(llama), *probe) == "layer-probe"
+
+
+def test_weights_that_are_not_here_yet_have_no_probe(tmp_path: Path, llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    assert chosen(*AUTO, *without_tokenizer(llama)) == "layer-defensivekv"
+
+
+def test_with_a_decode_budget_the_best_that_can_be_made_in_rounds_is_taken(
+    llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_rounds = ("--kv-eviction-decode-budget", "256")
+    assert chosen(*AUTO, *in_rounds) == "layer-probe"
+    command = (*AUTO, *without_tokenizer(llama), *in_rounds)  # nobody has a probe of this one
+    assert chosen(*command) == "thetakv"
+    (_, choice), *_ = said(caplog, *command)
+    assert "not layer-defensivekv: with a decode budget, it compares a token over heads" in choice
+
+
+def test_where_layers_cannot_share_pages_heads_of_a_layer_do() -> None:
+    assert chosen(*AUTO, "--pipeline-parallel-size", "2") == "thetakv"
+
+
+def test_positions_of_several_parts_need_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelConfig, "uses_mrope", True)
+    assert chosen(*AUTO) == "layer-defensivekv"
+
+
+def test_it_may_stand_in_a_file_and_in_additional_config(tmp_path: Path) -> None:
+    file = tmp_path / "auto.yaml"
+    file.write_text("method: auto\nbudget: 0.25\n")
+    assert chosen("--kv-eviction-config", str(file)) == "layer-probe"
+    additional = '{"kv_eviction": {"method": "auto", "budget": 0.25}}'
+    assert chosen("--additional-config", additional) == "layer-probe"
+    assert chosen("--additional-config", additional, *AUTO) == "layer-probe"
+
+
+def test_a_misspelt_method_is_answered_with_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parse("--kv-eviction", "layer-prob")
+    assert "did you mean 'layer-probe'?" in capsys.readouterr().err
+
+
+@pytest.mark.engine
+def test_a_server_answers_by_what_was_chosen_and_requests_may_name_it_auto(llama: Path) -> None:
+    llm: LLM = start(llama, method="auto")
+    try:
+        own, auto = (
+            llm.generate(PROMPT, params(method), use_tqdm=False)[0].outputs[0].token_ids
+            for method in (None, "auto")
+        )
+        assert own == auto
+        stats = llm.llm_engine.collective_rpc("kv_eviction_stats")
+        assert [each["num_evicted"] for each in stats] == [2]
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.engine
+def test_what_only_the_loaded_model_shows_is_refused_with_the_next_best(persimmon: Path) -> None:
+    remedy = r"found 0 output projections.*; the best without it is --kv-eviction snapkv$"
+    with pytest.raises(ConfigError, match=remedy):
+        start(persimmon, method="auto")

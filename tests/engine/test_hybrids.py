@@ -1,0 +1,160 @@
+"""Models with other layers beside full attention, whose entries are the only ones that drop."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from vllm.model_executor.models.lfm2 import Lfm2Attention
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tests.engine.all_methods import EVICTION, check_method, engines_of, serve_all_methods
+from tests.engine.conftest import Engine, EngineFactory
+from tests.engine.float64 import num_packed, tail_begin
+from tests.engine.hybrid_model import HybridModel
+from tests.engine.random_hybrids import (
+    falcon_h1,
+    gemma4,
+    granite_h,
+    lfm2,
+    mended_lfm2_attention,
+    nemotron_h,
+    saved,
+)
+from tests.engine.random_models import random_prompts
+from tests.method_cases import MethodCase
+from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
+
+pytestmark = pytest.mark.xdist_group("hybrids")
+PAGE_SIZE = 32
+NOTHING_DROPPED = {"kv_eviction": "none"}
+CASES = [MethodCase(name) for name in ("adakv-perturb", "snapkv", "h2o", "layer-thetakv")]
+
+
+class Family(NamedTuple):
+    """A family of models.
+
+    Attributes:
+        make: Makes one.
+        full_attention: Its layers that drop entries.
+        block_size: Tokens of a block, which is as large as a state.
+        caches: Whether prompts are cached.
+        aligned_hits: Of what hits are multiples.
+        token_bytes: Bytes of a token in its layers of a group, in float32; groups lie one over the
+            other.
+    """
+
+    make: Any
+    full_attention: list[int]
+    block_size: int
+    caches: bool = False
+    aligned_hits: int = 32
+    token_bytes: int = 2048
+
+
+FAMILIES = {
+    "lfm2": Family(lfm2, [2, 5], 32, caches=True),
+    "gemma4": Family(gemma4, [2, 5], 32, caches=True, aligned_hits=64, token_bytes=4096),
+    "granite": Family(granite_h, [1, 3], 96),
+    "falcon": Family(falcon_h1, [0, 1], 96),
+    "nemotron": Family(nemotron_h, [2, 5], 96),
+}
+
+
+class Hybrid(NamedTuple):
+    """A model, and what starts engines of it."""
+
+    family: Family
+    folder: Path
+    start: EngineFactory
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def hybrid(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Hybrid]:
+    family = FAMILIES[request.param]
+    folder = saved(family.make, tmp_path_factory.mktemp(request.param) / request.param)
+
+    def start(eviction: dict[str, Any] | None, num_blocks: int, **settings: Any) -> Any:
+        if eviction is not None:
+            eviction = {"probe": None, "check_integrity": True, **eviction}
+        settings = {"enable_prefix_caching": family.caches, **settings}
+        # What lies beside takes blocks, too.
+        num_bytes = max(num_blocks, 80) * family.block_size * family.token_bytes
+        return start_engine(eviction, num_blocks, kv_cache_memory_bytes=num_bytes, **settings)
+
+    with engines_of(folder) as start_engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lfm2Attention, "forward", mended_lfm2_attention)
+        yield Hybrid(family, folder, start)
+
+
+caching = pytest.mark.parametrize("hybrid", ["lfm2", "gemma4"], indirect=True)
+"""Of Mamba 2 vLLM's CPU code caches no prompts: it has no states inside a chunk."""
+
+
+def test_full_attention_drops_as_the_reference_and_states_stay(hybrid: Hybrid) -> None:
+    served = serve_all_methods(hybrid.start, CASES)
+    for index in range(len(CASES)):
+        check_method(index, served, hybrid.folder, hybrid.family.full_attention, CASES, HybridModel)
+
+
+def headwise(engine: Engine) -> HeadwiseManager:
+    managers = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
+    (manager,) = (each for each in managers if isinstance(each, HeadwiseManager))
+    return manager
+
+
+def test_nothing_dropped_is_stock_and_freed_blocks_are_those_of_whole_pages(
+    hybrid: Hybrid,
+) -> None:
+    prompts, held = random_prompts([40, 150, 500]), []
+    schedule = Scheduler.schedule
+
+    def record(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(scheduler, *args, **kwargs)
+        tables = headwise(engine).req_to_blocks.values()
+        held.append([sum(block.is_null for block in table) for table in tables])
+        return output
+
+    with hybrid.start(None, 40) as engine:
+        expected = engine.generate(prompts, 20)
+    with hybrid.start({**EVICTION, "method": "none"}, 40) as engine:
+        assert engine.generate(prompts, 20) == expected
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Scheduler, "schedule", record)
+            engine.generate(prompts[2:], 2, [{"kv_eviction": "snapkv"}])
+        assert headwise(engine).sizes == (hybrid.family.block_size, PAGE_SIZE)
+        assert engine.blocks_in_use() == 0
+    first_packed = tail_begin(500) // PAGE_SIZE - num_packed(500)
+    assert max(held) == [first_packed * PAGE_SIZE // hybrid.family.block_size]
+    assert first_packed == 10
+
+
+@caching
+def test_the_same_request_again_finds_entries_and_states_at_once(hybrid: Hybrid) -> None:
+    prompts = random_prompts([500, 420])
+    with hybrid.start(EVICTION, 80) as engine:
+        hits = engine.record_hits()
+        first = engine.generate_alone(prompts, 40)
+        assert engine.generate_alone(prompts, 40) == first
+        # One that drops nothing hashes all of its blocks, and finds no more than others computed
+        # before they dropped.
+        engine.generate(prompts, 1, [NOTHING_DROPPED] * 2)
+        assert engine.generate(prompts, 40) == first
+    packed = [tail_begin(len(p)) - num_packed(len(p)) * PAGE_SIZE for p in prompts]
+    found = [length - length % hybrid.family.aligned_hits for length in packed]
+    assert hits == [0, 0, *found, *found, *found]
+
+
+@caching
+def test_states_after_dropping_are_found_by_nobody(hybrid: Hybrid) -> None:
+    """States of an answer depend on what full attention dropped."""
+    prompt, *rest = random_prompts([500, 50, 60])
+    with hybrid.start(EVICTION, 80) as engine:
+        (answer,) = engine.generate([prompt], 100)
+        turns: list[Any] = [[*prompt, *answer.token_ids, *more] for more in rest]
+        engine.generate([turns[0]], 1, [NOTHING_DROPPED])
+        (again,) = engine.generate([turns[1]], 20, [NOTHING_DROPPED])
+    with hybrid.start(None, 80, enable_prefix_caching=False) as engine:
+        assert [again] == engine.generate([turns[1]], 20)

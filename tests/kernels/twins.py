@@ -1,0 +1,421 @@
+"""What every set of kernels computes: tests that `test_cpu.py` and its neighbours take in.
+
+Rules on numbers that are exact are compared with the oracle, others with the reference in float64,
+which its own tests compare with the oracle. Each module says by its fixture `backend` what it runs.
+"""
+
+import inspect
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from tests import oracle
+from tests.kernels.backend import EPS, HALVES, Backend, drawn
+from tests.kernels.critical_inputs import check_criticality, check_extremes
+from tests.kernels.probe_inputs import ROTATIONS, check_imitated, probe_inputs
+from tests.method_cases import MethodCase
+from tests.strategies import (
+    Shape,
+    head_sizes,
+    kv_heads,
+    random_layer,
+    scoring_inputs,
+    seeds,
+    shapes,
+)
+from tests.test_page_table import Batch, batches
+from tests.uneven import some_absent
+from vllm_kvselect.choice import retain
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.kernels.base import REFERENCES, Kernels
+from vllm_kvselect.paging import compaction, page_table
+from vllm_kvselect.paging.page_table import PageTable
+from vllm_kvselect.scoring import defensivekv, snapkv, value_norms
+from vllm_kvselect.scoring.inputs import Scorer
+from vllm_kvselect.scoring.value_norms import OutputProjection
+from vllm_kvselect.selecting import selection
+
+WINDOW_SCORERS = (
+    snapkv.snapkv_scores,
+    snapkv.snapkv_scores,
+    defensivekv.mean_attention,
+    defensivekv.defensive_scores,
+)
+
+
+def test_twins_have_the_names_and_signatures_of_their_references(backend: Backend) -> None:
+    replaced = 0
+    for part in fields(Kernels):
+        reference, twin = getattr(REFERENCES, part.name), getattr(backend.kernels, part.name)
+        assert twin.__name__ == reference.__name__ == part.name
+        assert inspect.signature(twin) == inspect.signature(reference)
+        replaced += twin is not reference and twin is getattr(backend.module, part.name)
+    assert replaced >= backend.least_replaced
+
+
+@drawn(
+    shape=shapes(max_tokens=300),
+    seed=seeds,
+    scorer=st.sampled_from(WINDOW_SCORERS),
+    kernel_size=st.sampled_from((1, 3, 7, 63)),
+    pooling=st.sampled_from(("max", "max", "mean")),
+    reduction=st.sampled_from(("mean", "mean", "max")),
+    far=st.booleans(),
+    with_sinks=st.booleans(),
+    is_uneven=st.booleans(),
+)
+def test_scores_of_the_window(
+    backend: Backend,
+    shape: Shape,
+    seed: int,
+    dtype: torch.dtype,
+    scorer: Scorer,
+    kernel_size: int,
+    pooling: str,
+    reduction: str,
+    far: bool,
+    with_sinks: bool,
+    is_uneven: bool,
+) -> None:
+    layer = random_layer(shape, seed, dtype, with_sinks=with_sinks)
+    if far:  # one key takes all attention: the others' weights vanish without being lost
+        layer.key[:, 3] *= 20
+    # Every other channel block of wider rows, as in the output of a fused projection.
+    wide = layer.key.transpose(0, 1).repeat(1, 2, 1).to(backend.device)
+    key, query = wide[:, : shape.num_kv_heads].transpose(0, 1), layer.query.to(backend.device)
+    options = {"pooling": pooling, "group_reduction": reduction}
+    config = EvictionConfig.parse(
+        {
+            "window": shape.window,
+            "kernel_size": kernel_size,
+            **(options if scorer is snapkv.snapkv_scores else {}),
+        }
+    )
+    sinks = None if layer.sinks is None else layer.sinks.to(backend.device)
+    exact = None if sinks is None else sinks.double()
+    inputs = scoring_inputs(query.double(), key.double(), shape.scale, sinks=exact)
+    given_inputs = scoring_inputs(query, key, shape.scale, sinks=sinks)
+    if is_uneven:
+        absent = some_absent(shape, seed).to(backend.device)
+        inputs, given_inputs = (replace(i, num_absent=absent) for i in (inputs, given_inputs))
+    expected = scorer(inputs, config)
+    scores = backend.kernels.scorer(scorer)(given_inputs, config)
+    assert scores.dtype == torch.float32
+    # A logit of n products is off by n eps of the sum of magnitudes; a weight by twice that.
+    group = query.view(shape.window, shape.num_kv_heads, shape.group, -1).double().abs()
+    magnitude = torch.einsum("wkgd,ktd->kgwt", group, key.double().abs()).max() * shape.scale
+    largest = float(magnitude) + (0 if sinks is None else float(sinks.abs().max()))
+    bound = 2 * (shape.head_size + 4) * EPS * largest + (key.shape[1] + 8) * EPS
+    torch.testing.assert_close(scores.double(), expected, rtol=bound, atol=2.0**-120)
+
+
+@pytest.mark.parametrize("window", [1, 70])
+def test_windows_of_one_query_and_of_more_than_a_tile(backend: Backend, window: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(window, 2, 16, generator=generator).to(backend.device)
+    key = torch.randn(1, 200, 16, generator=generator).to(backend.device)
+    config = EvictionConfig(window=window, kernel_size=1)
+    expected = snapkv.snapkv_scores(scoring_inputs(query.double(), key.double(), 0.25), config)
+    scores = backend.kernels.snapkv_scores(scoring_inputs(query, key, 0.25), config)
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=0)
+
+
+@drawn(
+    shape=shapes(max_tokens=100),
+    seed=seeds,
+    kind=ROTATIONS,
+    first_position=st.integers(0, 600),
+)
+def test_imitated_scores(
+    backend: Backend, shape: Shape, seed: int, dtype: torch.dtype, kind: str, first_position: int
+) -> None:
+    inputs = probe_inputs(shape, seed, dtype, kind)
+    check_imitated(backend.kernels.imitated_scores(inputs, first_position), inputs, first_position)
+
+
+@drawn(
+    seed=seeds,
+    heads=kv_heads,
+    group=st.integers(1, 3),
+    size=head_sizes,
+    hidden_size=st.sampled_from((1, 16, 40, 72, 130)),
+    num_tokens=st.integers(1, 140),
+)
+def test_value_norms(
+    backend: Backend,
+    seed: int,
+    heads: int,
+    group: int,
+    size: int,
+    hidden_size: int,
+    num_tokens: int,
+    dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn(num_tokens, heads, size, generator=generator).to(dtype).transpose(0, 1)
+    weight = torch.randn(heads, size, group, hidden_size, generator=generator).to(dtype)
+    value, weight = value.to(backend.device), weight.to(backend.device)
+    projection = backend.pack(OutputProjection.of(weight))
+    norms = backend.kernels.projected_value_norms(value, projection)
+    expected = value_norms.value_norms(value.double(), weight.double())
+    # A product is off by `size` eps of its magnitudes, and a sum by as many as it has terms.
+    magnitude = value_norms.value_norms(value.double().abs(), weight.double().abs())
+    bound = (size + group * hidden_size) * EPS * magnitude
+    assert ((norms - expected).abs() <= bound).all()
+
+
+@drawn(
+    seed=seeds,
+    heads=kv_heads,
+    size=st.sampled_from((8, 24, 80)),
+    num_tokens=st.integers(1, 200),
+    alpha=st.sampled_from((0.0, 0.25, 0.5, 1.0)),
+    eps=st.sampled_from((0.0, 1e-4, 1.0)),
+    tied=st.booleans(),
+    data=st.data(),
+)
+def test_needed_value_norms_retain_what_all_norms_retain(
+    backend: Backend,
+    seed: int,
+    heads: int,
+    size: int,
+    num_tokens: int,
+    dtype: torch.dtype,
+    alpha: float,
+    eps: float,
+    tied: bool,
+    data: st.DataObject,
+) -> None:
+    """All norms are the kernels' own."""
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn(heads, num_tokens, size, generator=generator).to(dtype).to(backend.device)
+    strength = torch.rand(heads, size, 1, 1, generator=generator) ** 6
+    weight = (torch.randn(heads, size, 2, 40, generator=generator) * strength).to(dtype)
+    projection = backend.pack(OutputProjection.of(weight.to(backend.device)))
+    scores, weights = (
+        backend.ranked(each, heads, num_tokens, tied).abs().nan_to_num(posinf=1.0)
+        for each in (seed, data.draw(seeds))
+    )
+    budgets = backend.budgets(data.draw, heads, num_tokens)
+    total = int(budgets.sum())
+    arguments = (scores, weights, value, projection, budgets)
+    norms = backend.needed_norms(*arguments, alpha, eps)
+    every = backend.kernels.projected_value_norms(value, projection)
+    rtol = backend.norms_rtol
+    torch.testing.assert_close(norms[norms != 0], every[norms != 0], rtol=rtol, atol=0)
+    stage_1 = selection.stage_1_mask(scores, budgets, alpha)
+    own, pruned, exact = (
+        selection.select(selection.stage_2_keys(weights, each, stage_1, eps), budgets, total)
+        for each in (norms, every.where(norms != 0, 0.0), every)
+    )
+    assert torch.equal(pruned, exact)
+    retained = backend.kernels.select_pruned(*arguments, total, alpha, eps)
+    assert torch.equal(retained, own)
+
+
+def test_most_norms_are_not_needed(backend: Backend) -> None:
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(2, 500, 64, generator=generator).to(backend.device)
+    weight = torch.randn(2, 64, 2, 80, generator=generator).to(backend.device)
+    projection = backend.pack(OutputProjection.of(weight))
+    scores = (torch.rand(2, 500, generator=generator) ** 8).to(backend.device)
+    budgets = torch.tensor([40, 20]).to(backend.device)
+    norms = backend.needed_norms(scores, scores, value, projection, budgets, 0.5, 1e-4)
+    assert ((norms != 0).sum(dim=1) < 3 * budgets).all()
+
+
+def entries(flat: torch.Tensor, num_tokens: int) -> list[tuple[int, int]]:
+    """Flat indices as `(head, token)`."""
+    assert flat.dtype == torch.int64
+    return [divmod(index, num_tokens) for index in flat.tolist()]
+
+
+@drawn(
+    seed=seeds, heads=kv_heads, num_tokens=st.integers(1, 150), tied=st.booleans(), data=st.data()
+)
+def test_selection(
+    backend: Backend, seed: int, heads: int, num_tokens: int, tied: bool, data: st.DataObject
+) -> None:
+    scores = backend.ranked(seed, heads, num_tokens, tied)
+    budgets = backend.budgets(data.draw, heads, num_tokens)
+    retained = backend.kernels.select(scores, budgets, int(budgets.sum()))
+    assert entries(retained, num_tokens) == oracle.select(scores.tolist(), budgets.tolist())
+    alpha = data.draw(st.sampled_from((0.0, 0.3, 0.5, 1.0)))
+    mask = backend.kernels.stage_1_mask(scores, budgets, alpha)
+    of_stage_1 = [int(alpha * budget) for budget in budgets.tolist()]
+    taken = entries(mask.flatten().nonzero().flatten(), num_tokens)
+    assert taken == oracle.select(scores.tolist(), of_stage_1)
+
+
+@pytest.mark.parametrize(
+    "values", [(0.0, -0.0), (torch.nan, torch.inf), (1e-45, 0.0), (-1.0, -2.0)]
+)
+def test_the_order_of_scores_is_that_of_a_stable_sort(
+    backend: Backend, values: tuple[float, float]
+) -> None:
+    rows = [values * 3 + values[:1], values[::-1] * 3 + values[1:]]
+    scores = torch.tensor(rows).to(backend.device)
+    for count in range(8):
+        budgets = torch.tensor([count, 7 - count]).to(backend.device)
+        expected = selection.select(scores, budgets, 7)
+        assert torch.equal(backend.kernels.select(scores, budgets, 7), expected)
+
+
+@drawn(
+    seed=seeds,
+    heads=st.integers(1, 9),
+    block_size=st.sampled_from((1, 4, 16)),
+    num_packed=st.integers(1, 5),
+    more=st.integers(0, 20),
+    tied=st.booleans(),
+    safeguard=st.sampled_from((0.0, 0.2, 0.37, 1.0)),
+    floor=st.sampled_from(("blend", "minimum")),
+)
+def test_allocation(
+    backend: Backend,
+    seed: int,
+    heads: int,
+    block_size: int,
+    num_packed: int,
+    more: int,
+    tied: bool,
+    safeguard: float,
+    floor: str,
+) -> None:
+    scores = backend.ranked(seed, heads, num_packed * block_size + more, tied)
+    config = EvictionConfig.parse({"safeguard": safeguard, "floor": floor})
+    arguments = (num_packed, block_size)
+    pages = backend.kernels.adaptive_pages(scores, *arguments, config)
+    expected = oracle.adaptive_pages(scores.tolist(), *arguments, safeguard, floor)
+    assert pages.tolist() == expected
+    pages = backend.kernels.shared_pages(scores, *arguments, config)
+    assert pages.tolist() == oracle.adaptive_pages(scores.tolist(), *arguments, 0.0)
+
+
+def test_the_lower_head_gets_a_page_that_two_heads_share(backend: Backend) -> None:
+    """Two heads have six of the twelve best entries each, a page and a half."""
+    scores = torch.zeros(3, 8)
+    scores[1:, :6] = 1.0
+    pages = backend.kernels.shared_pages(scores.to(backend.device), 1, 4, EvictionConfig())
+    assert pages.tolist() == [0, 2, 1]
+
+
+@drawn(
+    batch=batches(),
+    more=st.integers(0, 3),
+    integers=st.sampled_from((torch.int32, torch.int64)),
+    first_layer=st.integers(0, 2),
+)
+def test_page_tables_fill_the_buffers_that_the_reference_fills(
+    backend: Backend, batch: Batch, more: int, integers: torch.dtype, first_layer: int
+) -> None:
+    *tensors, offsets, block_size, num_blocks, _ = batch.inputs(integers)
+    inputs = [part.to(backend.device) for part in tensors]
+    # A layer's offsets as they lie in the state, requests in front.
+    inputs.append(offsets.to(backend.device).transpose(0, 1).contiguous().transpose(0, 1))
+    filled = []
+    for build in (backend.kernels.headwise_page_table, page_table.headwise_page_table):
+        buffers = PageTable(*(part.to(backend.device) for part in batch.buffers(more)))
+        out = PageTable(*(part[:, :-1] for part in buffers))
+        assert build(*inputs, block_size, num_blocks, first_layer, out) is out
+        filled.append(buffers)
+    assert torch.equal(filled[0].pages, filled[1].pages)
+    assert torch.equal(filled[0].seq_lens, filled[1].seq_lens)
+
+
+def drawn_bits(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Any bit pattern, NaN among them."""
+    size = (*shape[:-1], shape[-1] * dtype.itemsize)
+    return torch.randint(256, size, dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float8_e4m3fn])
+def test_entries_are_moved_as_bytes(backend: Backend, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    retained = torch.tensor([0, 5, 19, 20, 41, 59] * 7).to(backend.device)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return drawn_bits(generator, dtype, *shape).to(backend.device)
+
+    kernels = backend.kernels
+    rows = drawn(30, 3, 2, 12)[:, :, 1].transpose(0, 1)
+    expected = compaction.gather_entries(rows, retained, 20)
+    assert torch.equal(as_bytes(kernels.gather_entries(rows, retained, 20)), as_bytes(expected))
+    # Every other block of a larger allocation, as with layers side by side.
+    cache = drawn(6, 2, 3, 4, 24)[:, 1]
+    blocks = torch.tensor([5, 0, 3, 2, 4]).to(backend.device)
+    gathered = kernels.gather_from_blocks(cache, blocks, retained, 20)
+    expected = compaction.gather_from_blocks(cache, blocks, retained, 20)
+    assert torch.equal(as_bytes(gathered), as_bytes(expected))
+    slots, other = compaction.packed_slots(blocks[2:], 3, 4), cache.clone()
+    kernels.scatter_entries(cache, slots, gathered[: slots.numel()])
+    compaction.scatter_entries(other, slots, expected[: slots.numel()])
+    assert torch.equal(as_bytes(cache), as_bytes(other))
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float64])
+def test_pages_with_an_inner_order_are_read_as_they_are(
+    backend: Backend, dtype: torch.dtype
+) -> None:
+    cache = torch.randn(50, 2 * 96).to(dtype).to(backend.device)[:, :128]
+    pages = torch.randperm(50)[:23].to(backend.device)
+    places = torch.randperm(128)[:96].to(torch.int32).to(backend.device)
+    kernels = backend.kernels
+    expected = compaction.read_pages(cache, pages, places)
+    assert torch.equal(kernels.read_pages(cache, pages, places), expected)
+    slots, block_size = torch.randperm(50 * 8)[:77].to(backend.device), 8
+    expected = compaction.read_entries(cache, slots, places, block_size)
+    assert torch.equal(kernels.read_entries(cache, slots, places, block_size), expected)
+    page, offset = 49, 3  # an entry of which all is known
+    (entry,) = kernels.read_entries(
+        cache, torch.tensor([page * 8 + offset]).to(backend.device), places, block_size
+    )
+    assert torch.equal(entry, cache[page, places[offset * 12 : (offset + 1) * 12].long()])
+
+
+@pytest.mark.parametrize("num_bad", [1, 5])
+def test_a_broken_model_does_not_break_the_bookkeeping(backend: Backend, num_bad: int) -> None:
+    shape = Shape(3, 2, 8, 8, 3, 51, 2)
+    for case in backend.cases:
+        for dtype in backend.dtypes:
+            layer = random_layer(shape, 0, dtype)
+            layer.key[1, 7 : 7 + num_bad] = layer.value[2, 3 : 3 + num_bad] = torch.nan
+            inputs = backend.ready(case.inputs(shape, backend.placed(layer)))
+            config = case.config(window=shape.window)
+            retention = retain(inputs, 2, 8, config, kernels=backend.kernels)
+            assert int(retention.offsets[-1]) == 6, case
+            assert len(set(retention.retained.tolist())) == 48, case
+            assert int(retention.retained.min()) >= 0, case
+            assert int(retention.retained.max()) < 3 * shape.num_tokens, case
+
+
+@pytest.mark.parametrize("method", ["adakv-perturb", "defensivekv", "thetakv"])
+def test_float64_goes_to_the_reference(backend: Backend, method: str) -> None:
+    shape = Shape(2, 2, 8, 8, 3, 51, 2)
+    case = MethodCase(method)
+    inputs = case.inputs(shape, backend.placed(random_layer(shape, 1)))
+    config = case.config(window=3)
+    expected = retain(inputs, 2, 8, config)
+    retention = retain(backend.ready(inputs), 2, 8, config, kernels=backend.kernels)
+    assert torch.equal(retention.retained, expected.retained)
+
+
+@drawn(shape=shapes(max_tokens=300), seed=seeds, size=st.sampled_from((1, 4, 16, 17)))
+def test_extremes(backend: Backend, shape: Shape, seed: int, dtype: torch.dtype, size: int) -> None:
+    check_extremes(backend.kernels, shape, seed, dtype, size, backend.device)
+
+
+@drawn(shape=shapes(max_tokens=100), seed=seeds, num_segments=st.integers(1, 5))
+def test_criticality(
+    backend: Backend, shape: Shape, seed: int, dtype: torch.dtype, num_segments: int
+) -> None:
+    check_criticality(backend.kernels, shape, seed, dtype, num_segments, backend.device)
+
+
+__all__ = [name for name in globals() if name.startswith("test_")]

@@ -1,0 +1,33 @@
+"""Requests of every kind, served together: whatever runs beside it, each gives what it gives alone.
+
+`draw` makes the requests, `serve` has an engine answer them, `difference` compares two answers of
+one request. For tests of an engine; nothing that serves imports it.
+"""
+
+from tests.load.mixture.answers import Answer, difference
+from tests.load.mixture.requests import (
+    BLOCK_SIZE,
+    GREEDY,
+    KINDS,
+    LORA_ADAPTER,
+    MAX_MODEL_LEN,
+    SERVER,
+    Request,
+    draw,
+)
+from tests.load.mixture.serving import serve, serve_alone
+
+__all__ = [
+    "BLOCK_SIZE",
+    "GREEDY",
+    "KINDS",
+    "LORA_ADAPTER",
+    "MAX_MODEL_LEN",
+    "SERVER",
+    "Answer",
+    "Request",
+    "difference",
+    "draw",
+    "serve",
+    "serve_alone",
+]

@@ -1,0 +1,77 @@
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.tasks import (
+    CUE_LEN,
+    PASSAGE_LEN,
+    TASKS,
+    needles,
+    pairs,
+    passages,
+)
+from vllm_kvselect.offline.texts import read_texts
+
+TEXTS = [
+    "\n\n".join(f"Paragraph {n} of text {t} speaks of matter {n * t + 7}." for n in range(60))
+    for t in range(3)
+]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_cases_have_the_length_and_are_the_same_every_time(
+    task: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    cases = TASKS[task](tokenizer, TEXTS, 3, 400, 1)
+    assert [len(case.prompt) for case in cases] == [400] * 3
+    assert cases == TASKS[task](tokenizer, TEXTS, 3, 400, 1)
+    assert cases != TASKS[task](tokenizer, TEXTS, 3, 400, 2)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_scenarios_cut_the_same_tokens(task: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    (case,) = TASKS[task](tokenizer, TEXTS, 1, 400, 0)
+    whole = case.prompt + case.answer
+    for scenario in ("regular", "context-only"):
+        assert case.compressed(scenario) + case.following(scenario) == whole
+    assert case.following("regular") == case.answer
+    assert case.compressed("context-only") == case.context
+
+
+def test_passage_stands_in_the_text_at_its_depth(tokenizer: PreTrainedTokenizerBase) -> None:
+    for case in passages(tokenizer, TEXTS, 4, 600, 0):
+        passage = case.question[-CUE_LEN:] + case.answer
+        assert len(passage) == PASSAGE_LEN
+        at = round(case.depth * (len(case.context) - PASSAGE_LEN))
+        assert case.context[at : at + PASSAGE_LEN] == passage
+
+
+def test_needle_stands_in_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    for needle in needles(tokenizer, TEXTS, 4, 400, 0):
+        context = tokenizer.decode(needle.context)
+        assert f"The special magic number for {needle.city} is {needle.digits}." in context
+        assert tokenizer.decode(needle.question).endswith(f"number for {needle.city} is")
+        assert tokenizer.decode(needle.answer).strip() == needle.digits
+
+
+def test_pairs_ask_for_one_of_the_lines(tokenizer: PreTrainedTokenizerBase) -> None:
+    for case in pairs(tokenizer, [], 4, 400, 0):
+        context = tokenizer.decode(case.context)
+        question = tokenizer.decode(case.question).strip()
+        assert context.count(question + tokenizer.decode(case.answer)) == 1
+        at = context.index(question) / len(context)
+        assert abs(at - case.depth) < 0.2
+    with pytest.raises(EvaluationError, match="a prompt of 30 tokens has no room for pairs"):
+        pairs(tokenizer, [], 1, 30, 0)
+
+
+@pytest.mark.parametrize("task", ["passage", "needle"])
+def test_texts_that_do_not_fit_are_refused(task: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(EvaluationError, match="too short for a prompt of"):
+        TASKS[task](tokenizer, ["A short text."], 1, 400, 0)
+    with pytest.raises(EvaluationError, match="a prompt of 10 tokens has no room"):
+        TASKS[task](tokenizer, TEXTS, 1, 10, 0)
+
+
+def test_standard_library_is_code() -> None:
+    assert any("def dumps(" in text or "class Thread" in text for text in read_texts("stdlib"))

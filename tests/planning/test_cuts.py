@@ -1,0 +1,395 @@
+from dataclasses import replace
+from fractions import Fraction
+from math import ceil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.planning.cuts import (
+    Cut,
+    Cuts,
+    Role,
+    budget_entries,
+    budget_problem,
+    cuts,
+    most_blocks,
+)
+
+many = settings(max_examples=300, deadline=None, derandomize=True)
+
+prompt_lens = st.integers(1, 3000)
+block_sizes = st.sampled_from((1, 4, 16, 32, 128))
+windows = st.integers(1, 100)
+budgets = st.one_of(st.integers(1, 3500), st.floats(0.001, 1.0))
+
+
+def make(budget: int | float, window: int) -> EvictionConfig:
+    return EvictionConfig.parse({"budget": budget, "window": window})
+
+
+def retained(num_prompt_tokens: int, block_size: int, config: EvictionConfig) -> int:
+    freed = cuts(num_prompt_tokens, block_size, config).num_freed(num_prompt_tokens)
+    return num_prompt_tokens - freed * block_size
+
+
+@many
+@given(prompt_lens, block_sizes, budgets, windows)
+def test_blocks_partition_the_prompt(
+    prompt_len: int, block_size: int, budget: int | float, window: int
+) -> None:
+    for cut in cuts(prompt_len, block_size, make(budget, window)):
+        num_blocks = ceil(prompt_len / block_size)
+        assert 0 < cut.first_packed < cut.tail_start <= num_blocks
+        assert cut.num_packed >= 1
+        assert cut.first_packed + cut.num_packed == cut.tail_start
+
+
+@many
+@given(prompt_lens, block_sizes, budgets, windows)
+def test_cuts_are_ordered_and_come_before_anything_is_generated(
+    prompt_len: int, block_size: int, budget: int | float, window: int
+) -> None:
+    planned = cuts(prompt_len, block_size, make(budget, window))
+    assert list(planned) == sorted(set(planned), key=lambda cut: cut.position)
+    for cut in planned:
+        # What it packs and frees is full of tokens that come before it.
+        assert cut.tail_start * block_size <= cut.position <= prompt_len
+        assert planned.next_after(cut.position - 1) == planned.last_made(cut.position) == cut
+    assert planned.next_after(prompt_len) is None
+    assert planned.last_made(0) is None
+
+
+@many
+@given(prompt_lens, block_sizes, budgets, windows)
+def test_budget_is_met_in_whole_blocks(
+    prompt_len: int, block_size: int, budget: int | float, window: int
+) -> None:
+    config = make(budget, window)
+    for cut in cuts(prompt_len, block_size, config):
+        entries = retained(prompt_len, block_size, config)
+        assert entries >= budget_entries(prompt_len, config)
+        # One packed block is the least there is, however little the budget leaves for it.
+        if cut.num_packed > 1:
+            assert entries < budget_entries(prompt_len, config) + block_size
+
+
+@many
+@given(prompt_lens, block_sizes, budgets, windows)
+def test_window_lies_inside_the_tail(
+    prompt_len: int, block_size: int, budget: int | float, window: int
+) -> None:
+    for cut in cuts(prompt_len, block_size, make(budget, window)):
+        assert window <= cut.position - cut.tail_start * block_size < window + block_size
+
+
+@many
+@given(prompt_lens, block_sizes, budgets, budgets, windows)
+def test_larger_budget_never_retains_less(
+    prompt_len: int, block_size: int, one: int | float, other: int | float, window: int
+) -> None:
+    configs = sorted(
+        (make(one, window), make(other, window)), key=lambda c: budget_entries(prompt_len, c)
+    )
+    smaller, larger = (retained(prompt_len, block_size, config) for config in configs)
+    assert smaller <= larger
+
+
+@many
+@given(prompt_lens, block_sizes, budgets, windows)
+def test_no_cut_exactly_when_nothing_would_be_freed(
+    prompt_len: int, block_size: int, budget: int | float, window: int
+) -> None:
+    config = make(budget, window)
+    # By search: the fewest whole blocks before the tail, at least one, that meet the budget.
+    tail_start = max(0, (prompt_len - window) // block_size)
+    tail = prompt_len - tail_start * block_size
+    packed = 1
+    while packed * block_size + tail < budget_entries(prompt_len, config):
+        packed += 1
+    expected = Cut(prompt_len, tail_start - packed, packed, tail_start)
+    assert cuts(prompt_len, block_size, config) == ((expected,) if packed < tail_start else ())
+
+
+@given(prompt_lens, block_sizes, budgets)
+def test_disabled_eviction_makes_no_cut(
+    prompt_len: int, block_size: int, budget: int | float
+) -> None:
+    config = EvictionConfig.parse({"method": "none", "budget": budget})
+    assert not cuts(prompt_len, block_size, config)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "block_size", "budget", "window", "expected"),
+    [
+        (1556, 32, 256, 32, (Cut(1556, 40, 7, 47),)),
+        (1000, 16, 128, 32, (Cut(1000, 54, 6, 60),)),
+        (96, 32, 1, 32, (Cut(96, 1, 1, 2),)),
+        (95, 32, 1, 32, ()),
+        (10, 32, 1, 32, ()),
+        (1000, 32, 1.0, 32, ()),
+        (1000, 32, 4096, 32, ()),
+    ],
+)
+def test_known_cuts(
+    prompt_len: int, block_size: int, budget: int | float, window: int, expected: object
+) -> None:
+    assert cuts(prompt_len, block_size, make(budget, window)) == expected
+
+
+@st.composite
+def several_cuts(draw: st.DrawFn) -> Cuts:
+    """None to four cuts of a request, in blocks of 4 tokens: each is later and frees more."""
+    tail_start, first_packed, made = 0, 0, []
+    for _ in range(draw(st.integers(0, 4))):
+        first_packed += draw(st.integers(1, 4))
+        tail_start = max(tail_start, first_packed) + draw(st.integers(1, 4))
+        position = 4 * tail_start + draw(st.integers(0, 3))
+        made.append(Cut(position, first_packed, tail_start - first_packed, tail_start))
+    return Cuts(made)
+
+
+@many
+@given(several_cuts(), st.integers(0, 150))
+def test_the_next_and_the_last_cut_enclose_a_length(planned: Cuts, num_tokens: int) -> None:
+    is_made = [cut.position <= num_tokens for cut in planned]
+    num_made = sum(is_made)
+    assert is_made == [True] * num_made + [False] * (len(planned) - num_made)
+    assert planned.last_made(num_tokens) == (planned[num_made - 1] if num_made else None)
+    assert planned.next_after(num_tokens) == (planned[num_made] if not all(is_made) else None)
+
+
+@many
+@given(several_cuts(), st.integers(0, 150), st.integers(0, 40))
+def test_roles_partition_the_block_table(planned: Cuts, num_tokens: int, num_blocks: int) -> None:
+    roles = [planned.role(index, num_tokens) for index in range(num_blocks)]
+    cut = planned.last_made(num_tokens)
+    freed, packed = (cut.first_packed, cut.num_packed) if cut else (0, 0)
+    in_order = [Role.FREED] * freed + [Role.PACKED] * packed + [Role.TAIL] * num_blocks
+    assert roles == in_order[:num_blocks]
+
+
+@many
+@given(several_cuts(), st.integers(0, 150))
+def test_roles_agree_with_the_numbers_that_the_block_manager_uses(
+    planned: Cuts, num_tokens: int
+) -> None:
+    indices = range(40)
+    freed = [index for index in indices if planned.role(index, num_tokens) is Role.FREED]
+    assert freed == [*range(planned.num_freed(num_tokens))]
+    private = [index for index in indices if planned.is_private(index)]
+    assert private == [*indices[planned.first_private :]] if planned else not private
+    # A block that is not private holds, at any length, what vLLM would hold in it, or is freed.
+    for index in set(indices).difference(private):
+        for position in {num_tokens, *(cut.position for cut in planned)}:
+            role = planned.role(index, position)
+            assert role is (Role.FREED if planned.last_made(position) else Role.TAIL)
+    assert all(cut.position >= planned.first_position for cut in planned)
+
+
+@many
+@given(prompt_lens, st.floats(0.001, 1.0))
+def test_fraction_is_rounded_up(prompt_len: int, fraction: float) -> None:
+    entries = budget_entries(prompt_len, make(fraction, 32))
+    exact = Fraction(fraction) * prompt_len
+    # The product is rounded to binary, so it may end on either side of a whole number.
+    assert exact - Fraction(1, 10**6) <= entries < exact + 1 + Fraction(1, 10**6)
+
+
+@many
+@given(prompt_lens, block_sizes, budgets, windows, st.integers(1, 3500))
+def test_a_context_is_cut_at_its_last_block_border_as_if_the_prompt_ended_there(
+    prompt_len: int, block_size: int, budget: int | float, window: int, context: int
+) -> None:
+    config = make(budget, window)
+    border = min(context, prompt_len) // block_size * block_size
+    marked = config.model_copy(update={"context": context})
+    expected = cuts(border, block_size, config) if border else Cuts()
+    assert cuts(prompt_len, block_size, marked) == expected
+    for cut in expected:
+        assert cut.position == border <= prompt_len
+
+
+def test_what_follows_a_context_does_not_move_its_cut() -> None:
+    config = EvictionConfig.parse({"budget": 0.25, "context": 1000})
+    (first,) = cuts(1000, 32, config)
+    assert first.position == 992
+    assert {cuts(length, 32, config) for length in range(1000, 1300)} == {Cuts([first])}
+
+
+@many
+@given(
+    prompt_lens,
+    st.integers(0, 1500),
+    st.sampled_from((4, 16, 32)),
+    st.integers(1, 32),
+    st.integers(0, 300),
+    st.integers(32, 200),
+)
+def test_rounds_bring_a_request_back_to_its_budget(
+    prompt_len: int, max_tokens: int, block_size: int, window: int, more: int, interval: int
+) -> None:
+    budget = window + block_size + more
+    values = {"budget": 1.0, "window": window, "decode_interval": interval}
+    rounds = cuts(
+        prompt_len, block_size, EvictionConfig(**values, decode_budget=budget), max_tokens
+    )
+    num_freed = 0
+    for cut in rounds:
+        # Counted from the prompt's end, and before the last token is generated.
+        assert (cut.position - prompt_len) % interval == 0
+        assert prompt_len < cut.position < prompt_len + max_tokens
+        # More is freed each time; the budget is met in whole blocks.
+        assert cut.first_packed > num_freed
+        num_freed = cut.first_packed
+        held = cut.position - num_freed * block_size
+        least = cut.position - cut.tail_start * block_size + block_size  # the tail and one page
+        assert budget <= held < max(budget, least) + block_size
+        assert cut.position - cut.tail_start * block_size >= window
+    for length in range(prompt_len, prompt_len + max_tokens):
+        # Between rounds a request grows by the interval, and never further.
+        held = length - rounds.num_freed(length) * block_size
+        assert held <= max(budget + 2 * block_size, prompt_len) + interval
+
+
+def test_the_prompts_cut_and_rounds_follow_one_another() -> None:
+    config = EvictionConfig(budget=256, decode_budget=512, decode_interval=128)
+    planned = cuts(1500, 32, config, 1000)
+    assert planned[0] == cuts(1500, 32, config.model_copy(update={"decode_budget": 0}))[0]
+    # The request may grow to the larger budget before the first round.
+    assert [cut.position for cut in planned] == [1500, *range(1500 + 3 * 128, 2500, 128)]
+    assert [planned.num_freed(length) for length in (1499, 1500, 1883, 1884)] == [0, 38, 38, 42]
+    assert cuts(1500, 32, config) == planned[:1]
+
+
+def test_a_request_without_eviction_makes_no_rounds() -> None:
+    config = EvictionConfig(method="none", decode_budget=512)
+    assert cuts(1500, 32, config, 1000) == Cuts()
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"decode_budget": 63}, "decode_budget = 63 is too small: at least 64"),
+        ({"decode_budget": 64, "decode_interval": 31}, "decode_interval = 31 is too short"),
+        ({"decode_budget": 64, "decode_interval": 32}, None),
+        ({"decode_interval": 1}, None),
+    ],
+)
+def test_rounds_have_room_for_a_window_and_a_block(
+    values: dict[str, int], problem: str | None
+) -> None:
+    found = budget_problem(2048, 32, EvictionConfig(**values))
+    assert (found or "").startswith(problem or "")
+    assert (found is None) == (problem is None)
+
+
+@st.composite
+def bounded(draw: st.DrawFn) -> tuple[EvictionConfig, int]:
+    """A configuration that bounds prompts and answers, and a block size."""
+    block_size, window = draw(st.sampled_from((4, 8, 16, 32))), draw(st.integers(1, 20))
+    shortest = max(block_size, window)
+    values = {
+        "method": "keydiff",
+        "budget": draw(st.one_of(st.integers(window + block_size, 200), st.floats(0.2, 0.5))),
+        "window": window,
+        "prompt_interval": draw(st.integers(shortest, 120)),
+        "decode_budget": draw(st.integers(window + block_size, 200)),
+        "decode_interval": draw(st.integers(shortest, 120)),
+    }
+    return EvictionConfig.parse(values), block_size
+
+
+@many
+@given(bounded(), st.integers(1, 900))
+def test_a_prompt_is_cut_at_multiples_of_its_interval_and_at_its_end(
+    case: tuple[EvictionConfig, int], prompt_len: int
+) -> None:
+    config, block_size = case
+    planned = cuts(prompt_len, block_size, config)
+    entries, step = budget_entries(prompt_len, config), config.prompt_interval
+    for before, cut in zip([None, *planned], planned, strict=False):
+        num_retained = cut.position - cut.first_packed * block_size
+        if cut.position < prompt_len:
+            # The budget before the latest interval, and that interval.
+            assert cut.position % step == 0
+            assert entries + step <= num_retained < entries + step + block_size
+            assert cut.tail_start == (cut.position - step) // block_size
+        if before is not None:
+            assert cut.position - before.position <= max(step, config.decode_interval)
+    # Without cuts in it, it ends with the same.
+    at_end = cuts(prompt_len, block_size, config.model_copy(update={"prompt_interval": 0}))
+    assert planned.num_freed(prompt_len) >= at_end.num_freed(prompt_len)
+    last = planned.last_made(prompt_len)
+    if last is not None and last.position == prompt_len:
+        assert last == at_end[0]
+
+
+@many
+@given(bounded(), st.integers(1, 900), st.integers(0, 2))
+def test_no_request_holds_more_than_the_most(
+    case: tuple[EvictionConfig, int], prompt_len: int, num_late: int
+) -> None:
+    config, block_size = case
+    planned = cuts(prompt_len, block_size, config, 900 - prompt_len)
+    # What is held when each token comes, if blocks are given back `num_late` cuts late.
+    held = []
+    for num_tokens in range(1, 901):
+        num_made = max(0, planned.num_made(num_tokens - 1) - num_late)
+        freed = planned[num_made - 1].first_packed if num_made else 0
+        held.append(ceil(num_tokens / block_size) - freed)
+    assert planned.most_held(900, block_size, num_late) == max(held)
+    assert max(held) <= most_blocks(900, block_size, config, num_late)
+    unbounded = config.model_copy(update={"decode_budget": 0})
+    assert most_blocks(900, block_size, unbounded, num_late) == ceil(900 / block_size)
+
+
+def test_a_long_prompt_holds_its_budget_and_two_intervals() -> None:
+    config = EvictionConfig(method="keydiff", budget=2048, prompt_interval=512)
+    for prompt_len in (32_768, 65_536):
+        assert cuts(prompt_len, 32, config).most_held(prompt_len, 32) == (2048 + 2 * 512) // 32
+
+
+def test_an_interval_above_the_prompt_changes_nothing() -> None:
+    config = EvictionConfig(method="keydiff", budget=256, prompt_interval=2000)
+    assert cuts(2000, 32, config) == cuts(2000, 32, EvictionConfig(method="keydiff", budget=256))
+
+
+def test_too_short_an_interval_is_a_problem() -> None:
+    problem = budget_problem(4096, 32, EvictionConfig(budget=256, window=48, prompt_interval=40))
+    assert problem is not None
+    assert problem.startswith("prompt_interval = 40 is too short: at least 48 are needed")
+
+
+@many
+@given(bounded(), st.integers(1, 900), st.integers(0, 2), st.integers(2, 17))
+def test_pages_smaller_than_blocks_keep_a_page_too_many_at_most_and_free_whole_blocks(
+    case: tuple[EvictionConfig, int], prompt_len: int, num_late: int, per_block: int
+) -> None:
+    config, page_size = case
+    block_size = page_size * per_block
+    planned = cuts(prompt_len, block_size, config, 900 - prompt_len, page_size)
+    by_page = {cut.position: cut for cut in cuts(prompt_len, page_size, config, 900 - prompt_len)}
+    for before, cut in zip([None, *planned], planned, strict=False):
+        # Entries are those of blocks as small as a page; what is freed is whole.
+        assert replace(cut, per_block=1) == by_page[cut.position]
+        assert cut.num_freed == cut.first_packed // per_block > (before.num_freed if before else 0)
+        assert cut.role(cut.num_freed - 1) is Role.FREED
+        assert cut.role(cut.num_freed) is not Role.FREED
+        assert cut.role(ceil(cut.tail_start / per_block)) is Role.TAIL
+    # No cut is left out that would free a block.
+    for position, cut in by_page.items():
+        assert planned.num_freed(position) >= cut.first_packed // per_block
+    most = planned.most_held(900, block_size, num_late)
+    assert most <= most_blocks(900, block_size, config, num_late)
+
+
+def test_a_block_of_many_pages_keeps_the_budget_of_a_page() -> None:
+    config = EvictionConfig(budget=256)
+    (cut,) = cuts(1500, 544, config, page_size=32)
+    assert (cut.first_packed, cut.num_packed, cut.tail_start, cut.num_freed) == (38, 7, 45, 2)
+    assert cuts(1500, 32, config)[0].num_packed == 7
+    # A block that is one page packs a whole one of its own.
+    assert cuts(1500, 544, config)[0].num_packed == 1
+    assert not cuts(600, 544, config, page_size=32)

@@ -1,1 +1,0 @@
-"""Evaluation off the engine, on transformers: the papers' analysis of what eviction does."""

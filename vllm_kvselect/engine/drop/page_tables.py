@@ -1,0 +1,103 @@
+"""PageTables: the page tables of decoding rows, built anew only when their blocks change.
+
+A decode step makes every sequence one entry longer and, until a block is full, nothing else.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvselect.engine.drop.state import RetentionState
+from vllm_kvselect.paging.page_table import PageTable, headwise_page_table
+
+
+@dataclass
+class SettledRows:
+    """Rows whose prompts are packed, `num_rows` each, as copies: a runner changes its own in place.
+
+    Attributes:
+        block_table: `[num_rows, max_num_blocks]`.
+        seq_lens: Tokens of each request, the dropped ones included.
+        first_packed: Index of the first packed block.
+        tail_start: Index of the first tail block.
+        first_packed_blocks: Id of the first packed block, int64: the key of the state.
+        offsets: What the state has for these rows, `[num_rows, num_layers, num_kv_heads + 1]`,
+            where that is fetched for all layers at once; else None.
+    """
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    first_packed: torch.Tensor
+    tail_start: torch.Tensor
+    first_packed_blocks: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+    def page_table(
+        self,
+        offsets: torch.Tensor,
+        block_size: int,
+        layers: slice = slice(None),
+        width: int | None = None,
+    ) -> PageTable:
+        """Page tables of some layers, from the offsets of all.
+
+        Args:
+            offsets: `[num_blocks, num_layers, num_kv_heads + 1]`, as the state has them.
+            block_size: Tokens per block.
+            layers: Which layers.
+            width: Pages of the longest sequence; None where it may be read back.
+        """
+        out = None
+        if width is not None:
+            num_layers, num_offsets = offsets[0, layers].shape
+            shape = (num_layers, len(self.seq_lens) * (num_offsets - 1))
+            pages = offsets.new_zeros(*shape, width, dtype=torch.int32)
+            out = PageTable(pages, offsets.new_zeros(shape, dtype=torch.int32))
+        return headwise_page_table(
+            self.block_table,
+            self.seq_lens,
+            self.first_packed,
+            self.tail_start,
+            offsets[self.first_packed_blocks, layers].transpose(0, 1),
+            block_size,
+            len(offsets),
+            layers.start or 0,
+            out,
+        )
+
+    def has_pages_of(self, other: "SettledRows", block_size: int) -> bool:
+        """Whether the rows have the same pages as others, if the state is the same."""
+        return (
+            self.block_table.shape == other.block_table.shape
+            and torch.equal(self.first_packed, other.first_packed)
+            and torch.equal(self.tail_start, other.tail_start)
+            # Beyond its last block a row holds anything, also what comes next.
+            and torch.equal(-(-self.seq_lens // block_size), -(-other.seq_lens // block_size))
+            and torch.equal(self.block_table, other.block_table)
+        )
+
+
+class PageTables:
+    """Builds the page tables of all layers of a group, or brings the last ones up to date.
+
+    Args:
+        state: State of the group's layers.
+        block_size: Tokens per block.
+    """
+
+    def __init__(self, state: RetentionState, block_size: int) -> None:
+        self._state, self._block_size = state, block_size
+        self._built: tuple[int, SettledRows, PageTable] | None = None
+
+    def of(self, rows: SettledRows) -> PageTable:
+        """The page tables of rows whose state is complete."""
+        version = self._state.version
+        if self._built is not None:
+            built_version, built_rows, table = self._built
+            if built_version == version and rows.has_pages_of(built_rows, self._block_size):
+                num_heads = table.seq_lens.shape[1] // len(rows.seq_lens)
+                more = (rows.seq_lens - built_rows.seq_lens).repeat_interleave(num_heads)
+                return PageTable(table.pages, table.seq_lens + more.to(torch.int32))
+        table = rows.page_table(self._state.offsets, self._block_size)
+        self._built = version, rows, table
+        return table

@@ -1,0 +1,349 @@
+"""What a worker knows of a request: its plan, which never changes, and how far it has come."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from vllm.utils import length_from_prompt_token_ids_or_embeds
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.drop.arriving import Arriving
+from vllm_kvselect.engine.drop.key_blocks import SparsePrefill
+from vllm_kvselect.engine.notice import StepNotice
+from vllm_kvselect.planning.cuts import Cut
+from vllm_kvselect.planning.plan import Plan, plan
+from vllm_kvselect.registry import METHODS, Method
+from vllm_kvselect.scoring.memory import EntrySums, LastQueries, Memory
+from vllm_kvselect.scoring.parts import memory_named
+
+
+class PendingDrop(Protocol):
+    """A cut that is being made: a `Drop`."""
+
+    def finish(self) -> None:
+        """Chooses what is retained, in all layers that wait for it."""
+
+
+@dataclass(eq=False)
+class Progress:
+    """How far a request has come since it began, or began again: preemption puts a new one here.
+
+    Attributes:
+        num_made: Cuts that are made: what they retain is packed.
+        num_found: Tokens that came with a compressed context, 0 if it found none.
+        queries: The queries that its next drops look through.
+        memory: What its method remembers of all tokens besides; None before the first chunk, and
+            once nothing needs it any more.
+        drop: The cut that is being made, or None.
+        longest_run: The most packed pages that a head of a layer has; None before the first cut.
+        block_ids: Its kernel block table, if it is cut while it generates or its context is stored.
+        sparse: What is kept for sparse segments while these are computed.
+    """
+
+    num_made: int = 0
+    num_found: int = 0
+    queries: LastQueries = field(default_factory=LastQueries)
+    memory: Memory | None = None
+    drop: PendingDrop | None = None
+    longest_run: Arriving | None = None
+    block_ids: list[int] = field(default_factory=list)
+    sparse: SparsePrefill | None = None
+
+
+@dataclass(eq=False)
+class Request:
+    """A request in a worker.
+
+    Attributes:
+        plan: What was decided about it.
+        progress: How far it has come.
+        num_computed: Tokens that are computed before the step at hand.
+        num_reported: Cuts that were reported: a preempted request makes them again.
+        stored_as: The name under which its context is to be stored, or None.
+    """
+
+    plan: Plan
+    progress: Progress = field(default_factory=Progress)
+    num_computed: int = 0
+    num_reported: int = 0
+    stored_as: str | None = None
+
+    @property
+    def method(self) -> Method:
+        """The request's method; only requests with a cut have one."""
+        return METHODS[self.plan.settings.method]
+
+    @property
+    def last_cut(self) -> Cut | None:
+        """The last cut that is made."""
+        num_made = self.progress.num_made
+        return self.plan.cuts[num_made - 1] if num_made else None
+
+    @property
+    def next_cut(self) -> Cut | None:
+        """The first cut that is not made yet."""
+        num_made, cuts = self.progress.num_made, self.plan.cuts
+        return cuts[num_made] if num_made < len(cuts) else None
+
+    @property
+    def border(self) -> Cut | None:
+        """The cut from which on its tokens in the step at hand read what is retained.
+
+        The only one of a prompt is made in the step that reaches it, others before the step after.
+        """
+        return self.last_cut if self.progress.num_made else self.plan.cut_at_once
+
+    @property
+    def due_cut(self) -> Cut | None:
+        """The cut that has to be made before the step at hand."""
+        cut = self.next_cut
+        if cut is None or cut is self.plan.cut_at_once or self.num_computed < cut.position:
+            return None
+        return cut
+
+    def completes_prompt(self, cut: Cut) -> bool:
+        """Whether a cut is the last one in the prompt."""
+        return cut is self.plan.cuts.last_made(self.plan.num_prompt_tokens)
+
+    @property
+    def is_cut_between_steps(self) -> bool:
+        """Whether it has cuts that are made between two steps."""
+        return bool(self.plan.cuts) and self.plan.cuts[-1] is not self.plan.cut_at_once
+
+    @property
+    def num_observed(self) -> int:
+        """Tokens at its beginning of which a memory sees all, or a cut the last ones."""
+        cuts, num_tokens = self.plan.cuts, self.plan.num_prompt_tokens
+        if not cuts or (not self.method.scorer.observes and self.plan.cut_at_once is None):
+            return 0
+        return min(cuts.first_position, num_tokens)
+
+    def first_query(self, cut: Cut) -> int:
+        """Position of the first query that a cut looks through: its own position for none."""
+        if self.method.scorer.memory is None:
+            return cut.position - self.plan.settings.window
+        if cut is self.plan.cut_at_once or not self.method.scorer.cumulative:
+            return cut.position
+        numbers = self.progress.memory
+        return numbers.position if isinstance(numbers, EntrySums) else self.num_observed
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether as many queries wait to be added up as other methods keep."""
+        cut = self.next_cut
+        if cut is None or self.due_cut is not None or not self.method.scorer.cumulative:
+            return False
+        # By positions: what is kept may hold the queries of drafts that were rejected since.
+        return self.num_computed - self.first_query(cut) >= self.plan.settings.window
+
+    @property
+    def num_saved_blocks(self) -> int:
+        """Blocks that it would hold as well if nothing had been dropped.
+
+        None if it found its context: these blocks would be another's, and are counted there.
+        """
+        cut = self.last_cut
+        return 0 if cut is None or self.progress.num_found else cut.num_freed
+
+    def remembered_by(self, num_layers: int) -> Memory | None:
+        """Its memory, made when it is first asked for; None for methods that have none."""
+        progress, remembered = self.progress, self.method.scorer.memory
+        if progress.memory is None and remembered is not None:
+            make = memory_named(remembered.by)
+            progress.memory = make(self.num_observed, num_layers, self.plan.settings)
+        return progress.memory
+
+    def pause(self) -> None:
+        """Forgets how far it has come: its blocks are gone."""
+        self.progress, self.num_computed = Progress(), 0
+
+    def begin(self, num_computed: int, block_ids: list[int], num_found: int) -> None:
+        """Begins, for the first time or again, with what the scheduler found for it.
+
+        Args:
+            num_computed: Tokens that are computed already.
+            block_ids: Its block table.
+            num_found: Those of them that came with a compressed context.
+        """
+        # A context is found whole: all cuts in it are made, and none follows.
+        num_made = len(self.plan.cuts) if num_found else 0
+        self.progress = Progress(num_made=num_made, num_found=num_found)
+        self.num_computed = num_computed
+        self.add_blocks(block_ids)
+
+    def add_blocks(self, block_ids: list[int]) -> None:
+        """Takes note of further blocks, if they are asked for where no batch shows them."""
+        if self.is_cut_between_steps or self.stored_as is not None:
+            self.progress.block_ids += block_ids
+
+    def come_to(self, num_computed: int) -> None:
+        """Takes note of a step's begin."""
+        self.num_computed = num_computed
+        segments = self.plan.segments
+        if segments is not None and num_computed >= segments.end:
+            self.progress.sparse = None  # of no use any more
+
+    def complete_cut(self, cut: Cut, longest_run: Arriving | None) -> None:
+        """Takes note that the next cut is made."""
+        progress = self.progress
+        progress.num_made += 1
+        progress.drop, progress.longest_run = None, longest_run
+        following = self.next_cut
+        needed = cut.position if following is None else self.first_query(following)
+        progress.queries.forget_before(needed)
+
+
+RequestsOf = Callable[[CommonAttentionMetadata], list[Request]]
+"""Requests of a batch's rows, in the order of the rows."""
+
+
+class LiveRequests:
+    """Follows the scheduler's messages: a request is known from its first step to its end.
+
+    Args:
+        eviction: The server's configuration.
+        block_size: Tokens per block.
+        page_size: Entries per page; None for those of a block.
+        group_id: Which of a request's block tables is that of the layers that drop entries.
+    """
+
+    def __init__(
+        self,
+        eviction: EvictionConfig,
+        block_size: int,
+        page_size: int | None = None,
+        group_id: int = 0,
+    ) -> None:
+        self._eviction, self._sizes = eviction, (block_size, page_size)
+        self._per_block = block_size // (page_size or block_size)
+        self._requests: dict[str, Request] = {}
+        self._stock = Request(Plan(0, eviction))
+        self._unseen: set[str] = set()
+        self._group_id = group_id
+
+    def __getitem__(self, request_id: str) -> Request:
+        return self._requests[request_id]
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def get(self, request_id: str | None) -> Request:
+        """A request; one that drops nothing for the rows of a dummy batch."""
+        return self._stock if request_id is None else self._requests.get(request_id, self._stock)
+
+    def prefilling(self, scheduled: SchedulerOutput) -> bool:
+        """Whether a step computes tokens that a request's drop or memory has to see.
+
+        Args:
+            scheduled: The scheduler's message, which `update` has seen.
+        """
+        cached = scheduled.scheduled_cached_reqs
+        computed = [(new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
+        computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        return any(
+            num_computed < request.num_observed
+            for request_id, num_computed in computed
+            if (request := self._requests.get(request_id)) is not None
+        )
+
+    def update(self, scheduled: SchedulerOutput) -> list[Request]:
+        """Takes over what a step's message says of requests that end, pause and begin.
+
+        Returns:
+            Those that begin with a context that was compressed before.
+        """
+        for request_id in scheduled.finished_req_ids:
+            self._requests.pop(request_id, None)
+            self._unseen.discard(request_id)
+        for request_id in scheduled.preempted_req_ids or ():
+            if request_id in self._requests:
+                self._requests[request_id].pause()
+        notice, begun = StepNotice.of(scheduled), []
+        found, stores = notice.found, notice.stores
+        for new in scheduled.scheduled_new_reqs:
+            # One that was preempted may come as new again: it is still the same request.
+            if new.req_id not in self._requests:
+                self._requests[new.req_id] = Request(self._plan(new))
+                self._unseen.add(new.req_id)
+            request = self._requests[new.req_id]
+            num_found, request.stored_as = found.get(new.req_id, 0), stores.get(new.req_id)
+            request.begin(new.num_computed_tokens, self._kernel_blocks(new.block_ids), num_found)
+            begun.append(request)
+        cached = scheduled.scheduled_cached_reqs
+        tables = cached.new_block_ids
+        for place, (request_id, num_computed) in enumerate(
+            zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        ):
+            known = self._requests.get(request_id)
+            if known is None:
+                continue
+            block_ids = self._kernel_blocks(tables[place])
+            if request_id in cached.resumed_req_ids:
+                known.stored_as = stores.get(request_id)
+                known.begin(num_computed, block_ids, found.get(request_id, 0))
+                begun.append(known)
+            else:
+                known.come_to(num_computed)
+                known.add_blocks(block_ids)
+        return [request for request in begun if request.progress.num_found]
+
+    def with_whole_contexts(self, scheduled: SchedulerOutput) -> list[Request]:
+        """Requests that have come to the end of their context, once a step is computed.
+
+        Others may find it from now on, and the request itself may end here: what is retained of it
+        is not left to the next step.
+
+        Args:
+            scheduled: The scheduler's message, which `update` has seen.
+        """
+        found: list[Request] = []
+        if not (self._eviction.may_share and self._eviction.may_cut_prompts):
+            return found  # a context's only cut is made at once
+        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is None or not request.plan.has_context or request.next_cut is None:
+                continue
+            num_computed = request.num_computed + num_tokens
+            if num_computed >= request.plan.context_cut.position:
+                request.come_to(num_computed)
+                found.append(request)
+        return found
+
+    def take_new_plans(self) -> dict[str, str]:
+        """Fingerprints of the plans of requests that are new since this was last called."""
+        taken, self._unseen = self._unseen, set()
+        return {
+            name: self._requests[name].plan.fingerprint for name in taken if name in self._requests
+        }
+
+    def finish_drops(self) -> None:
+        """Makes the cuts that the last step left, of the requests that still live.
+
+        Nobody has written to their blocks since then: those that the scheduler gave back are
+        written in the next forward pass at the earliest.
+        """
+        for request in self:
+            if request.progress.drop is not None:
+                request.progress.drop.finish()
+
+    @property
+    def num_saved_blocks(self) -> int:
+        """Blocks that the live requests would hold as well if nothing had been dropped."""
+        return sum(request.num_saved_blocks for request in self)
+
+    def _plan(self, new: NewRequestData) -> Plan:
+        num_tokens = length_from_prompt_token_ids_or_embeds(new.prompt_token_ids, new.prompt_embeds)
+        params, token_ids = new.sampling_params, new.prompt_token_ids
+        return plan(self._eviction, params, token_ids, num_tokens, *self._sizes)
+
+    def _kernel_blocks(self, tables: Sequence[list[int]] | None) -> list[int]:
+        """The kernel blocks of the blocks that a request gets, by its group's table."""
+        block_ids, parts = [] if tables is None else tables[self._group_id], self._per_block
+        if parts == 1:
+            return block_ids
+        return [block_id * parts + part for block_id in block_ids for part in range(parts)]

@@ -1,0 +1,118 @@
+"""RetentionState: what a worker remembers of its KV cache between steps."""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm_kvselect.engine.drop.arriving import Arriving
+from vllm_kvselect.engine.drop.request import Request
+from vllm_kvselect.engine.drop.stopwatch import stopwatch
+from vllm_kvselect.planning.cuts import Cut
+
+
+class Made(NamedTuple):
+    """A cut that was made.
+
+    Attributes:
+        request: The request.
+        cut: The cut.
+        num_freed: Blocks that it frees, those of the cut before left out.
+    """
+
+    request: Request
+    cut: Cut
+    num_freed: int
+
+
+class RetentionState:
+    """Page offsets of the requests in a worker's KV cache.
+
+    `offsets` says where each head's pages start in the run of the request's packed pages, which
+    counts through all layers (`page_table.py`). It is keyed by the id of a request's first packed
+    block, which no other packed run has: it needs no request ids, survives reordering of the batch,
+    serves all requests that share a context, and dies with the block. Block 0, vLLM's null block,
+    keeps offsets of 0: no packed pages.
+
+    `stopwatch` times what is done in the step that completes a prompt, `later_stopwatch` what is
+    done before the next one; cuts in answers count as the former. `estimate_stopwatch` times the
+    choice of blocks that sparse segments read. `completed` lists the cuts that were made for the
+    first time since the worker last took it, for its report. `version` counts all cuts, so that
+    what was built from the offsets is known to be out of date.
+
+    Args:
+        num_blocks: Kernel blocks of the KV cache.
+        num_layers: Layers of the group.
+        num_kv_heads: KV heads on this rank.
+        device: Where keys and values are.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_layers: int,
+        num_kv_heads: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.num_layers, self.num_kv_heads = num_layers, num_kv_heads
+        self.offsets = torch.zeros(
+            num_blocks, num_layers, num_kv_heads + 1, dtype=torch.int32, device=device
+        )
+        self.stopwatch, self.later_stopwatch, self.estimate_stopwatch = (
+            stopwatch(self.offsets.device) for _ in range(3)
+        )
+        self.num_evicted = 0
+        self.version = 0
+        self.completed: list[Made] = []
+
+    def store(
+        self,
+        key: torch.Tensor,
+        offsets: torch.Tensor,
+        layer: int | None = None,
+    ) -> None:
+        """Remembers where the pages of a request's heads start.
+
+        Args:
+            key: Id of the first packed block, `[1]` int64.
+            offsets: `[num_kv_heads + 1]` of a layer, or `[num_layers, num_kv_heads + 1]`.
+            layer: The layer; None for all.
+        """
+        layers = slice(None) if layer is None else layer
+        self.offsets[key, layers] = offsets.to(self.offsets.dtype)
+
+    def clear(self) -> None:
+        """Forgets everything: the state is as new."""
+        self.offsets.zero_()
+        self.reset_counts()
+        self.completed.clear()
+
+    def reset_counts(self) -> None:
+        """Sets to zero what is only counted."""
+        self.stopwatch.reset()
+        self.later_stopwatch.reset()
+        self.estimate_stopwatch.reset()
+        self.num_evicted = 0
+
+    @property
+    def selection_seconds(self) -> float:
+        """Time spent choosing and packing."""
+        return self.stopwatch.seconds + self.later_stopwatch.seconds
+
+    def complete(self, request: Request, cut: Cut, key: torch.Tensor) -> None:
+        """Takes note that the next cut of a request is made, and its offsets are stored.
+
+        Args:
+            request: The request.
+            cut: The cut.
+            key: As of `store`.
+        """
+        self.version += 1
+        self.num_evicted += request.completes_prompt(cut)
+        if request.progress.num_made >= request.num_reported:
+            before = request.last_cut.num_freed if request.last_cut else 0
+            self.completed.append(Made(request, cut, cut.num_freed - before))
+            request.num_reported = request.progress.num_made + 1
+        longest_run = None
+        if cut is not request.plan.cuts[-1]:
+            longest_run = Arriving(self.offsets[key].diff(dim=-1).amax())
+        request.complete_cut(cut, longest_run)

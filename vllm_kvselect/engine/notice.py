@@ -1,0 +1,56 @@
+"""What the scheduler tells workers about a step, beyond vLLM's own message.
+
+It travels where vLLM carries the metadata of KV connectors: connectors are refused with eviction,
+so nothing else uses it.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class Load(NamedTuple):
+    """A stored context on its way into the cache.
+
+    Attributes:
+        name: The context's.
+        block_ids: Blocks that wait for it.
+    """
+
+    name: str
+    block_ids: list[int]
+
+
+@dataclass
+class StepNotice(KVConnectorMetadata):
+    """What is told of the requests that begin, or begin again, in a step.
+
+    Attributes:
+        found: Tokens that a request found in a compressed context, by its id; only of those that
+            found one.
+        stores: Names under which requests' contexts are stored once they are compressed.
+        loads: Stored contexts that are to be read into blocks, by the number of the load.
+        dropped: Numbers of loads whose blocks the workers must not write to any more.
+    """
+
+    found: dict[str, int] = field(default_factory=dict)
+    stores: dict[str, str] = field(default_factory=dict)
+    loads: dict[int, Load] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
+
+    @property
+    def says_something(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self.found or self.stores or self.loads or self.dropped)
+
+    def add_to(self, scheduled: SchedulerOutput) -> None:
+        """Sends the notice along with a step's message."""
+        scheduled.kv_connector_metadata = self
+
+    @classmethod
+    def of(cls, scheduled: SchedulerOutput) -> "StepNotice":
+        """The notice of a step; an empty one if there is none."""
+        notice = scheduled.kv_connector_metadata
+        return notice if isinstance(notice, cls) else cls()

@@ -1,0 +1,1 @@
+"""Peers: others' engines answer our examples, each in an environment of its own."""

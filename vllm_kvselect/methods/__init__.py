@@ -1,1 +1,0 @@
-"""Every method by name (`registry`), and the choice of entries (`choice`)."""

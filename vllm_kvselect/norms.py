@@ -1,0 +1,132 @@
+"""NORMS: what part projected value norms have in a choice, one entry each, as plain data."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vllm_kvselect.scopes import AllocatorName
+from vllm_kvselect.scorers import NormsName, Parameters
+
+RankingName = Literal["score", "product", "bound", "defence"]
+"""Keys of `ranking.RANKINGS`."""
+
+
+class FirstStage(Parameters):
+    """Of a selection with two stages.
+
+    Attributes:
+        alpha: Share of a head's budget that stage 1 fills by score alone (Algorithm 1 of arXiv
+            2502.03805).
+    """
+
+    alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+
+
+class SecondStage(Parameters):
+    """Of a second stage that multiplies scores by norms.
+
+    Attributes:
+        eps: Added to the score before it is multiplied by the projected value norm.
+    """
+
+    eps: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1e-4
+
+
+class Weights(Parameters):
+    """Of whatever multiplies other scores by norms than those of stage 1.
+
+    Attributes:
+        stage_2_scores: Stage 2 multiplies the pooled scores by the norms, or those without pooling.
+    """
+
+    stage_2_scores: Literal["pooled", "unpooled"] = "pooled"
+
+
+class Smoothing(Parameters):
+    """Of the ranking by a bound (ThetaKV).
+
+    Attributes:
+        lam: Weight, in windows, of the even prior with which attention is smoothed.
+    """
+
+    lam: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+
+
+class Mass(Parameters):
+    """Of the ranking of DefensiveKV.
+
+    Attributes:
+        mass: Share of the attention that its stage 1 takes.
+    """
+
+    mass: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
+
+
+@dataclass(frozen=True)
+class Norms:
+    """What part projected value norms have in the choice.
+
+    Attributes:
+        suffix: Of the names of methods that use norms so besides doing without.
+        ranking: What allocation counts.
+        two_stages: Whether selection has a second stage, once the budgets are known.
+        allocator: Pages of each head where they are shared; None for what the scope says.
+        paper: Where it was published, beside the scorer's.
+        summary: What changes against the method without a suffix, which is `{}`.
+        cost: What it computes, beside the scorer's cost.
+        parameters: What it reads of the configuration.
+        not_in_rounds: As of `Scorer`.
+    """
+
+    suffix: str
+    ranking: RankingName
+    two_stages: bool = False
+    allocator: AllocatorName | None = None
+    paper: str = ""
+    summary: str = ""
+    cost: str = ""
+    parameters: tuple[type[Parameters], ...] = ()
+    not_in_rounds: str = ""
+
+
+EVERY_NORM = "norms of every entry"
+"""Their cost, where none can be left out."""
+
+NORMS: dict[NormsName, Norms] = {
+    "none": Norms(suffix="", ranking="score"),
+    "two stages": Norms(
+        suffix="-perturb",
+        ranking="score",
+        two_stages=True,
+        paper="with the selection of arXiv 2502.03805",
+        summary="as {}, but half of it by attention times projected value norm",
+        cost="norms of the entries that may matter",
+        parameters=(FirstStage, SecondStage, Weights),
+    ),
+    # One stage: without a window there is no attention whose loss stage 1 could bound.
+    "product": Norms(
+        suffix="-perturb",
+        ranking="product",
+        paper="with the norms of arXiv 2502.03805",
+        summary="as {}, by score times projected value norm",
+        cost="a quadratic form of every value",
+    ),
+    "bound": Norms(
+        suffix="",
+        ranking="bound",
+        two_stages=True,
+        allocator="adaptive_pages",
+        cost=EVERY_NORM,
+        parameters=(Smoothing, FirstStage, Weights),
+    ),
+    "defence": Norms(
+        suffix="",
+        ranking="defence",
+        allocator="shared_pages",
+        cost=EVERY_NORM,
+        parameters=(Mass, Weights),
+        not_in_rounds="it compares a token over heads that no longer hold the same tokens",
+    ),
+}
+"""By name."""

@@ -1,0 +1,1 @@
+"""What measuring off the engine stands on: models, texts, questions, captures, dropped caches."""

@@ -1,0 +1,63 @@
+"""Models and tokenizers by transformers."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.tiny_model import tiny_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_model(name: str, dtype: str) -> "PreTrainedModel":
+    """Loads a causal language model.
+
+    Args:
+        name: Folder or hub name; empty for the small model.
+        dtype: Of weights and activations, such as `float32`.
+
+    Raises:
+        EvaluationError: If transformers cannot load it.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    folder = model_folder(name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    except (OSError, ValueError) as error:
+        raise _cannot_load(folder, error) from None
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
+    """Loads the tokenizer of a model.
+
+    Args:
+        name: As in `load_model`.
+
+    Raises:
+        EvaluationError: If transformers cannot load it.
+    """
+    from transformers import AutoTokenizer
+
+    folder = model_folder(name)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise _cannot_load(folder, error) from None
+    return tokenizer
+
+
+def model_folder(name: str) -> str:
+    """The name itself, or the folder of the small model if it is empty."""
+    return name or str(tiny_model())
+
+
+def _cannot_load(folder: str, error: Exception) -> EvaluationError:
+    reason = str(error).splitlines()[0]
+    return EvaluationError(f"cannot load {Path(folder).name} with transformers: {reason}")

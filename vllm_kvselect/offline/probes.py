@@ -1,0 +1,41 @@
+"""The calibrated probe of an analysed model."""
+
+from collections.abc import Iterable
+
+import torch
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.models import model_folder
+from vllm_kvselect.probes.fingerprint import fingerprint
+from vllm_kvselect.probes.places import find_probe
+from vllm_kvselect.registry import KNOWN_METHODS
+from vllm_kvselect.scorers import ProbeFile
+
+
+def probe_for(model: str, evictions: Iterable[EvictionConfig]) -> torch.Tensor | None:
+    """Reads a model's probe if some method needs it.
+
+    Args:
+        model: Folder or hub name; empty for the small model.
+        evictions: The methods, all with the same probe file or none.
+
+    Returns:
+        `[num_layers, num_features, num_kv_heads]`, or None where no method asks.
+
+    Raises:
+        EvaluationError: If the methods name several probes.
+        ConfigError: If there is no probe of the model, or the file is another model's.
+    """
+    files = {
+        each.of(ProbeFile).probe
+        for each in evictions
+        if each.enabled and "probe" in KNOWN_METHODS[each.method].needs
+    }
+    if not files:
+        return None
+    if len(files) > 1:
+        raise EvaluationError("methods with several probes are measured one run after the other")
+    (file,) = files
+    name = model_folder(model)
+    return find_probe(name, fingerprint(name), file)[0].weights

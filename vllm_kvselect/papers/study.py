@@ -1,0 +1,170 @@
+"""The walk that every analysis takes: texts, scenarios, methods and budgets on one model."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.offline.capture import Continuation, capture, continue_prompt
+from vllm_kvselect.offline.models import load_model, load_tokenizer
+from vllm_kvselect.offline.probes import probe_for
+from vllm_kvselect.offline.remembered import remembering
+from vllm_kvselect.offline.replayed import replayed
+from vllm_kvselect.offline.retained import Prompt
+from vllm_kvselect.offline.tasks import TASKS, Case, Scenario
+from vllm_kvselect.offline.texts import read_texts
+from vllm_kvselect.papers.quantities import (
+    Metric,
+    distance,
+    following_attention,
+    head_outputs,
+    retained_attention,
+)
+from vllm_kvselect.papers.settings import AnalysisConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Setting(NamedTuple):
+    """What a number belongs to."""
+
+    scenario: Scenario
+    method: str
+    budget: int | float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text in one scenario.
+
+    Attributes:
+        model: The model.
+        case: Text, question and answer.
+        scenario: What of it the prompt holds.
+        prompt: The captured prompt, and what follows it.
+    """
+
+    model: "PreTrainedModel"
+    case: Case
+    scenario: Scenario
+    prompt: Prompt
+
+    @cached_property
+    def attention(self) -> list[torch.Tensor]:
+        """`A` of each layer, `[num_heads, num_following, num_tokens]`."""
+        return [following_attention(each, self.prompt.num_tokens) for each in self.prompt.layers]
+
+    @cached_property
+    def outputs(self) -> list[torch.Tensor]:
+        """Each head's output with the full cache, `[num_heads, num_following, hidden_size]`."""
+        return [
+            head_outputs(layer, weights)
+            for layer, weights in zip(self.prompt.layers, self.attention, strict=True)
+        ]
+
+    @cached_property
+    def full(self) -> Continuation:
+        """What the model makes of the following tokens with the full cache."""
+        layer = self.prompt.layers[0]
+        everything = torch.ones(
+            len(self.prompt.layers), layer.key.shape[0], self.prompt.num_tokens, dtype=torch.bool
+        )
+        return self.continued(everything.to(layer.key.device))
+
+    def head_distances(self, retained: torch.Tensor, metric: Metric = "l1") -> torch.Tensor:
+        """How far each head's output moves when its layer alone evicts.
+
+        Args:
+            retained: `[num_layers, num_kv_heads, num_prompt_tokens]` bool.
+            metric: Distance to the full cache's output.
+
+        Returns:
+            Mean over the following tokens, `[num_layers, num_heads]`.
+        """
+        layers = zip(self.prompt.layers, self.attention, self.outputs, retained, strict=True)
+        return torch.stack(
+            [
+                distance(full, head_outputs(layer, retained_attention(weights, kept)), metric).mean(
+                    dim=-1
+                )
+                for layer, weights, full, kept in layers
+            ]
+        )
+
+    def continued(self, retained: torch.Tensor) -> Continuation:
+        """What the model makes of the following tokens on the retained entries of all layers."""
+        following = self.case.following(self.scenario)
+        return continue_prompt(self.model, self.prompt.layers, following, retained)
+
+
+class Study:
+    """A loaded model and the samples of a configuration.
+
+    Attributes:
+        config: The configuration.
+        model: The model.
+        tokenizer: Its tokenizer.
+    """
+
+    def __init__(self, config: AnalysisConfig) -> None:
+        self.config = config
+        self.model = load_model(config.model, config.dtype)
+        self.tokenizer = load_tokenizer(config.model)
+        self._probe = probe_for(config.model, config.evictions())
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads per layer; models that do not say have as many as query heads."""
+        shape = self.model.config.get_text_config()
+        return int(getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads)
+
+    def walk(
+        self, evictions: Sequence[EvictionConfig] | None = None
+    ) -> Iterator[tuple[Setting, EvictionConfig, Sample]]:
+        """Visits every text, scenario and setting, with a progress bar on stderr.
+
+        Args:
+            evictions: The settings; None for every method at every budget.
+
+        Yields:
+            What the numbers to come belong to, its settings, and the sample.
+        """
+        chosen = self.config.evictions() if evictions is None else evictions
+        cases = TASKS[self.config.task](
+            self.tokenizer,
+            read_texts(self.config.texts),
+            self.config.num_texts,
+            self.config.length,
+            self.config.seed,
+        )
+        with Progress(console=Console(stderr=True)) as progress:
+            steps = len(cases) * len(self.config.scenarios) * len(chosen)
+            bar = progress.add_task(self.config.analysis, total=steps)
+            for case in cases:
+                for sample in self._samples(case):
+                    for eviction in chosen:
+                        setting = Setting(sample.scenario, eviction.method, eviction.budget)
+                        yield setting, eviction, sample
+                        progress.advance(bar)
+
+    def _samples(self, case: Case) -> Iterator[Sample]:
+        """The model runs once per text: the scenarios cut the same tokens at different places."""
+        layers = capture(self.model, case.prompt + case.answer)
+        for scenario in self.config.scenarios:
+            compressed = case.compressed(scenario)
+            prompt = Prompt(
+                layers,
+                len(compressed),
+                self.config.block_size,
+                self.config.what_if,
+                remembering(),
+                self._probe,
+                replayed(self.model, self.tokenizer, layers, compressed, self.config.evictions()),
+            )
+            yield Sample(self.model, case, scenario, prompt)

@@ -1,0 +1,1 @@
+"""What becomes of a request, from lengths and settings alone: its plan."""

@@ -1,0 +1,255 @@
+"""Cuts: at which lengths a request drops entries, and what becomes of its blocks then.
+
+Scheduler and workers compute them independently from the prompt's length, the longest answer and
+the configuration, so they agree without a message. They never depend on scores. All cuts of a
+request together are its retention plan: some in its prompt, one at the prompt's end, and *rounds*
+while it generates.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from enum import Enum
+from math import ceil
+from operator import attrgetter
+
+from vllm_kvselect.config import EvictionConfig
+
+
+class Role(Enum):
+    """What a cut makes of a block, by the block's place in the request's block table."""
+
+    FREED = "freed"
+    """Given back to vLLM's block pool, its hash intact."""
+    PACKED = "packed"
+    """Overwritten with retained entries, all of it or a part."""
+    TAIL = "tail"
+    """Left as it is: it holds the latest entries, and takes those of the tokens to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One moment at which a request drops entries.
+
+    Entries are packed by kernel blocks, which hold a page of each head, and freed by blocks. What
+    lies between the last freed block and the first packed kernel block is not used.
+
+    Attributes:
+        position: Tokens of the request that are computed before it. They read all entries that are
+            there until then; later tokens read what the cut retains, and the tail.
+        first_packed: Index of the first packed kernel block in the request's kernel block table.
+        num_packed: Number of packed kernel blocks, at least 1.
+        tail_start: Index of the first kernel block of the tail, `first_packed + num_packed`.
+        per_block: Kernel blocks of a block.
+    """
+
+    position: int
+    first_packed: int
+    num_packed: int
+    tail_start: int
+    per_block: int = 1
+
+    @property
+    def num_freed(self) -> int:
+        """Blocks that are freed: so many from the first one of the block table on."""
+        return self.first_packed // self.per_block
+
+    def role(self, block_index: int) -> Role:
+        """What it makes of a block of the block table."""
+        if block_index < self.num_freed:
+            return Role.FREED
+        return Role.PACKED if block_index * self.per_block < self.tail_start else Role.TAIL
+
+
+class Cuts(tuple[Cut, ...]):
+    """All cuts of a request, in order; none if it is stock.
+
+    Who wants to know about a block or a length asks here, and does not assume how many cuts there
+    are or where they lie.
+    """
+
+    __slots__ = ()
+
+    def num_made(self, num_tokens: int) -> int:
+        """How many cuts are made once `num_tokens` are computed."""
+        return bisect_right(self, num_tokens, key=attrgetter("position"))
+
+    def next_after(self, num_tokens: int) -> Cut | None:
+        """The first cut that is not yet made when `num_tokens` are computed, if there is one."""
+        num_made = self.num_made(num_tokens)
+        return self[num_made] if num_made < len(self) else None
+
+    def last_made(self, num_tokens: int) -> Cut | None:
+        """The last cut that is made once `num_tokens` are computed, if there is one."""
+        num_made = self.num_made(num_tokens)
+        return self[num_made - 1] if num_made else None
+
+    def role(self, block_index: int, num_tokens: int) -> Role:
+        """What a block is for once `num_tokens` are computed; before every cut all are tail."""
+        cut = self.last_made(num_tokens)
+        return Role.TAIL if cut is None else cut.role(block_index)
+
+    def num_freed(self, num_tokens: int) -> int:
+        """Blocks that are freed once `num_tokens` are computed: so many from the first one on."""
+        cut = self.last_made(num_tokens)
+        return 0 if cut is None else cut.num_freed
+
+    def is_private(self, block_index: int) -> bool:
+        """Whether a block may belong to this request only, from its first token on.
+
+        Such a block is neither hashed nor taken from the prefix cache. The first cut does not just
+        free it: either it is overwritten, or it may hold entries computed when others had been
+        dropped.
+        """
+        return bool(self) and block_index >= self.first_private
+
+    @property
+    def first_private(self) -> int:
+        """Index of the first private block; all from there on are. There must be a cut."""
+        return self[0].num_freed
+
+    @property
+    def first_position(self) -> int:
+        """Tokens that are computed before anything is dropped. There must be a cut."""
+        return self[0].position
+
+    def most_held(self, num_tokens: int, block_size: int, num_late: int = 0) -> int:
+        """The most blocks that a request holds until `num_tokens` are computed.
+
+        Args:
+            num_tokens: Tokens, in the end.
+            block_size: Tokens per block.
+            num_late: Cuts whose blocks are not given back yet when those of a cut are: steps in
+                flight may still read them.
+        """
+        made = [cut for cut in self if cut.position < num_tokens]
+        ends = [cut.position for cut in made] + [num_tokens]
+        freed = [0] * (1 + num_late) + [cut.num_freed for cut in made]
+        return max(ceil(end / block_size) - gone for end, gone in zip(ends, freed, strict=False))
+
+
+def cuts(
+    num_prompt_tokens: int,
+    block_size: int,
+    config: EvictionConfig,
+    max_tokens: int = 0,
+    page_size: int | None = None,
+) -> Cuts:
+    """Computes all cuts of a request, those that free anything.
+
+    One lies at the prompt's end or, where a context is marked, at the last block border in it. With
+    a `prompt_interval`, others lie before it at every multiple: they retain the whole budget of
+    what stands before the latest interval, which is left as it is.
+    Rounds follow at every `decode_interval` tokens past the prompt, as soon as there is more than
+    the `decode_budget`.
+
+    Args:
+        num_prompt_tokens: Length of the prompt in tokens.
+        block_size: Tokens per block.
+        config: The request's configuration; only `method`, `budget`, `window`, `context`,
+            `prompt_interval`, `decode_budget` and `decode_interval` matter here.
+        max_tokens: Tokens that the request may generate.
+        page_size: Entries per page, of which a block has one or several; None for one.
+
+    Returns:
+        The cuts, none when nothing would be freed.
+    """
+    if not config.enabled:
+        return Cuts()
+    end = num_prompt_tokens
+    if config.context is not None:
+        assert config.context != "chat"  # `turns.with_context` has put a number there
+        end = min(config.context, num_prompt_tokens) // block_size * block_size
+    entries, step = budget_entries(end, config), config.prompt_interval
+    # A position, the latest tokens that do not compete there, and the entries retained with them.
+    in_prompt = range(step, end, step) if step else ()
+    wanted = [(position, step, entries + step) for position in in_prompt]
+    wanted.append((end, config.window, entries))
+    if config.decode_budget:
+        begin, step = num_prompt_tokens, config.decode_interval
+        of_rounds = range(begin + step, begin + max_tokens, step)
+        wanted += [(position, config.window, config.decode_budget) for position in of_rounds]
+    made: list[Cut] = []
+    for position, num_latest, num_entries in wanted:
+        cut = _cut_at(position, block_size, page_size or block_size, num_latest, num_entries)
+        if cut is not None and cut.num_freed > (made[-1].num_freed if made else 0):
+            made.append(cut)
+    return Cuts(made)
+
+
+def _cut_at(
+    position: int, block_size: int, page_size: int, window: int, entries: int
+) -> Cut | None:
+    """The cut at a length in tokens, or None if it would free nothing.
+
+    The budget, in entries, is met in whole pages, rounded up: less is never retained than was asked
+    for. The last `window` tokens do not compete, and count.
+    """
+    tail_start = (position - window) // page_size
+    num_tail_entries = position - tail_start * page_size
+    num_packed = max(1, -((num_tail_entries - entries) // page_size))
+    cut = Cut(position, tail_start - num_packed, num_packed, tail_start, block_size // page_size)
+    return cut if cut.num_freed > 0 else None
+
+
+def budget_entries(num_prompt_tokens: int, config: EvictionConfig) -> int:
+    """Returns the budget of a prompt in entries per KV head per layer."""
+    if isinstance(config.budget, float):
+        return ceil(config.budget * num_prompt_tokens)
+    return config.budget
+
+
+def most_blocks(max_tokens: int, block_size: int, config: EvictionConfig, num_late: int = 0) -> int:
+    """The most blocks that any request with this configuration holds.
+
+    What is held grows from one cut to the next, or by more where blocks are given back late. It is
+    bounded where prompts are cut while they are computed and answers while they are generated.
+
+    Args:
+        max_tokens: Tokens of the longest request, prompt and answer.
+        block_size: Tokens per block.
+        config: The configuration.
+        num_late: As of `Cuts.most_held`.
+    """
+    whole = ceil(max_tokens / block_size)
+    if not (config.enabled and config.prompt_interval and config.decode_budget):
+        return whole
+    entries, step = budget_entries(max_tokens, config), config.prompt_interval
+    of_rounds = max(entries, config.decode_budget) + config.decode_interval
+    # A cut in a prompt leaves the budget and an interval; the last one frees two intervals.
+    at_once = max(entries + 2 * step, of_rounds)
+    freed = max(2 * step, of_rounds - config.decode_budget)
+    # The first block and the last one may be filled by one entry each, whatever a page is.
+    unfilled = (2 + num_late) * (block_size - 1)
+    return min(whole, (at_once + num_late * freed + unfilled) // block_size)
+
+
+def budget_problem(max_prompt_tokens: int, page_size: int, config: EvictionConfig) -> str | None:
+    """Says why a budget or an interval is too small for an engine, and what is needed, or None.
+
+    Args:
+        max_prompt_tokens: Length of the longest prompt, of which a fraction must be enough.
+        page_size: Entries per page.
+        config: The configuration.
+    """
+    least, entries = config.window + page_size, budget_entries(max_prompt_tokens, config)
+    if 0 < config.decode_budget < least:
+        return (
+            f"decode_budget = {config.decode_budget} is too small: at least {least} are needed, "
+            f"the window of {config.window} and one page of {page_size}"
+        )
+    shortest = max(page_size, config.window)
+    for name, interval in (
+        ("decode_interval", config.decode_interval if config.decode_budget else shortest),
+        ("prompt_interval", config.prompt_interval or shortest),
+    ):
+        if interval < shortest:
+            return (
+                f"{name} = {interval} is too short: at least {shortest} are needed, a page of "
+                f"{page_size} and the window of {config.window}"
+            )
+    if entries >= least:
+        return None
+    return (
+        f"budget = {config.budget!r} retains {entries} entries of {max_prompt_tokens} tokens; at "
+        f"least {least} are needed, the window of {config.window} and one page of {page_size}"
+    )

@@ -1,0 +1,102 @@
+"""The plan of a request: what scheduler and workers each compute, and never tell each other."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.planning.cuts import Cut, Cuts, cuts
+from vllm_kvselect.planning.segments import Segments, sparse_segments
+from vllm_kvselect.planning.turns import with_context
+from vllm_kvselect.request import Sampling, planned_config
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is decided about a request before its first token is computed.
+
+    Attributes:
+        num_prompt_tokens: Length of its prompt.
+        settings: Its own configuration.
+        cuts: Where its entries are dropped.
+        segments: The segments of its prompt that are prefilled sparsely, or None.
+    """
+
+    num_prompt_tokens: int
+    settings: EvictionConfig
+    cuts: Cuts = field(default_factory=Cuts)
+    segments: Segments | None = None
+
+    @property
+    def has_context(self) -> bool:
+        """Whether entries of a marked context are dropped."""
+        return bool(self.cuts) and self.settings.context is not None
+
+    # Asked for each request in every step, so what never changes is worked out once.
+
+    @cached_property
+    def num_in_prompt(self) -> int:
+        """Cuts that lie in the prompt, its end included."""
+        return self.cuts.num_made(self.num_prompt_tokens)
+
+    @cached_property
+    def cut_at_once(self) -> Cut | None:
+        """The only cut of a prompt, which is made in the step that reaches it.
+
+        Keys are at hand then. Other cuts are made before the step after, where a chunk begins.
+        """
+        return self.cuts[0] if self.num_in_prompt == 1 else None
+
+    @property
+    def ends_chunks(self) -> bool:
+        """Whether a chunk ends at each cut, whatever the method: at all but a prompt's only one."""
+        return len(self.cuts) > 1
+
+    @property
+    def context_cut(self) -> Cut:
+        """The cut at a marked context's end, after which nothing is dropped any more."""
+        assert self.has_context
+        return self.cuts[-1]
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether the request is vLLM's from its first token to its last."""
+        return not self.cuts and self.segments is None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that differ where plans do."""
+        text = f"{self.num_prompt_tokens} {self.settings.model_dump_json()} {list(self.cuts)}"
+        return hashlib.sha256(f"{text} {self.segments}".encode()).hexdigest()[:16]
+
+
+def plan(
+    server: EvictionConfig,
+    params: Sampling | None,
+    token_ids: Sequence[int] | None,
+    num_prompt_tokens: int,
+    block_size: int,
+    page_size: int | None = None,
+) -> Plan:
+    """Plans a request.
+
+    The prompt's length counts, not what is known of its answer: a request that was preempted comes
+    again with more tokens, and its plan is the same.
+
+    Args:
+        server: The server's configuration.
+        params: The request's sampling parameters; None for what the server does by default.
+        token_ids: Its prompt; None if that is not made of tokens.
+        num_prompt_tokens: Length of its prompt in tokens.
+        block_size: Tokens per block.
+        page_size: As of `cuts`.
+
+    Returns:
+        The plan.
+    """
+    settings = with_context(planned_config(server, params), token_ids, block_size, page_size)
+    max_tokens = (params.max_tokens if params is not None else None) or 0
+    made = cuts(num_prompt_tokens, block_size, settings, max_tokens, page_size)
+    segments = sparse_segments(num_prompt_tokens, made, settings)
+    return Plan(num_prompt_tokens, settings, made, segments)

@@ -1,0 +1,104 @@
+"""SCOPES: among which heads a budget is shared, and how, one entry each, as plain data."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vllm_kvselect.scorers import Parameters, ScopeName
+
+AllocatorName = Literal["uniform_pages", "adaptive_pages", "shared_pages"]
+"""Functions of `allocation.py`, fields of `Kernels`."""
+
+
+class Floor(Parameters):
+    """Of `adaptive_pages`.
+
+    Attributes:
+        safeguard: Share of a head's even budget that adaptive allocation may not take away
+            (AdaKV, arXiv 2407.11550, section 4.2).
+        floor: The safeguard is blended with the adaptive budget (authors), or its least (kvpress).
+    """
+
+    safeguard: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
+    floor: Literal["blend", "minimum"] = "blend"
+
+
+class Pyramid(Parameters):
+    """Of a fixed sharing over layers.
+
+    Attributes:
+        beta: Steepness of PyramidKV: the last layer gets a `beta`-th of the mean budget.
+    """
+
+    beta: Annotated[int, Field(ge=1)] = 20
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Among which heads a budget is shared, and how.
+
+    Attributes:
+        prefix: Of the names of methods that have this scope besides another one.
+        allocator: Pages of each head.
+        pooled: Whether the layers of a request share its packed pages.
+        is_pyramid: Whether each layer gets a fixed part of them (PyramidKV); else all heads
+            compete.
+        paper: Where it was published, beside the scorer's.
+        summary: What changes against the scope without a prefix, whose method is `{}`.
+        limits: What it cannot do, beside the scorer's limits.
+        parameters: What it reads of the configuration.
+        not_in_rounds: As of `Scorer`.
+    """
+
+    prefix: str
+    allocator: AllocatorName
+    pooled: bool = False
+    is_pyramid: bool = False
+    paper: str = ""
+    summary: str = ""
+    limits: str = ""
+    parameters: tuple[type[Parameters], ...] = ()
+    not_in_rounds: str = ""
+
+
+_OF_ADAKV = "with AdaKV, arXiv 2407.11550"
+_OF_PYRAMIDS = "the pyramid is the same for every prompt"
+_NO_PYRAMID = "its pyramid is one of whole prompts"
+
+SCOPES: dict[ScopeName, Scope] = {
+    "head": Scope(prefix="", allocator="uniform_pages"),
+    "layer": Scope(
+        prefix="ada-",
+        allocator="adaptive_pages",
+        paper=_OF_ADAKV,
+        summary="as {}, but heads of a layer share its budget",
+    ),
+    "all": Scope(
+        prefix="layer-",
+        allocator="shared_pages",
+        pooled=True,
+        summary="as {}, one budget for all layers and heads",
+    ),
+    "pyramid": Scope(
+        prefix="",
+        allocator="uniform_pages",
+        pooled=True,
+        is_pyramid=True,
+        limits=_OF_PYRAMIDS,
+        parameters=(Pyramid,),
+        not_in_rounds=_NO_PYRAMID,
+    ),
+    "adaptive pyramid": Scope(
+        prefix="ada-",
+        allocator="adaptive_pages",
+        pooled=True,
+        is_pyramid=True,
+        paper=_OF_ADAKV,
+        summary="as {}, inside a layer as adakv",
+        limits=_OF_PYRAMIDS,
+        parameters=(Pyramid,),
+        not_in_rounds=_NO_PYRAMID,
+    ),
+}
+"""By name: every head the same number, heads of a layer together, heads of all layers together."""

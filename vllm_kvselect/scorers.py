@@ -1,0 +1,296 @@
+"""SCORERS: whatever says how important an entry is, one entry each, as plain data.
+
+A function is named, not imported, and its parameters are declared here beside it: so the
+configuration knows every scorer without loading PyTorch.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Need = Literal["output projection", "rotation", "probe"]
+"""What a method may need of a layer besides its queries, keys and values."""
+
+ScopeName = Literal["head", "layer", "all", "pyramid", "adaptive pyramid"]
+"""Keys of `scopes.SCOPES`: among which heads a budget is shared."""
+
+NormsName = Literal["none", "two stages", "product", "bound", "defence"]
+"""Keys of `norms.NORMS`: what part projected value norms have in the choice."""
+
+
+class Parameters(BaseModel):
+    """What some part of a method reads of the configuration, under names that no other part has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FirstTokens(Parameters):
+    """Of whatever retains the first tokens.
+
+    Attributes:
+        num_sinks: First tokens that are retained, whatever they say; `expected-attention` leaves
+            their queries and keys out of what it expects.
+    """
+
+    num_sinks: Annotated[int, Field(ge=0)] = 4
+
+
+class Draw(Parameters):
+    """Of `random`.
+
+    Attributes:
+        seed: What is drawn follows from it.
+    """
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+
+class Pooling(Parameters):
+    """Of whatever pools the window's attention along the tokens (SnapKV, section 4).
+
+    Attributes:
+        kernel_size: Width of the pooling.
+        pooling: By the largest or by the mean of `kernel_size` tokens.
+    """
+
+    kernel_size: Annotated[int, Field(ge=1)] = 7
+    pooling: Literal["max", "mean"] = "max"
+
+    @field_validator("kernel_size")
+    @classmethod
+    def _kernel_is_odd(cls, kernel_size: int) -> int:
+        if kernel_size % 2 == 0:
+            raise ValueError("the pooling kernel is centred on a token, so its width is odd")
+        return kernel_size
+
+
+class QueryGroup(Parameters):
+    """Of the window's attention.
+
+    Attributes:
+        group_reduction: Scores of a query group's heads are averaged, or the largest is taken.
+    """
+
+    group_reduction: Literal["mean", "max"] = "mean"
+
+
+class Redundancy(Parameters):
+    """Of `r-kv` (arXiv 2505.24133).
+
+    Attributes:
+        r_kv_lam: Weight of importance beside redundancy.
+        r_kv_threshold: Cosine above which two keys are alike.
+    """
+
+    r_kv_lam: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    r_kv_threshold: Annotated[float, Field(ge=-1.0, le=1.0)] = 0.5
+
+
+class Expectation(Parameters):
+    """Of `expected-attention` (arXiv 2510.00636).
+
+    Attributes:
+        future: Positions after the prompt whose mean rotation stands for that of later queries.
+        expected_eps: Added to expected attention before it is multiplied by the norm of the value.
+    """
+
+    future: Annotated[int, Field(ge=1)] = 512
+    expected_eps: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.02
+
+
+class ProbeFile(Parameters):
+    """Of `probe`.
+
+    Attributes:
+        probe: File with the model's calibrated probe (`vllm-kvselect calibrate`); None for the one
+            in the user's cache or in this package that fits the model's weights.
+    """
+
+    probe: Annotated[str, Field(min_length=1)] | None = None
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What is remembered of a request until its entries are scored, besides the last queries.
+
+    Attributes:
+        by: A class in `scoring/`, such as `h2o:AttentionSums`.
+        observes: Whether it sees the query of every token of a prompt as it is computed: none may
+            come from the prefix cache then.
+        moves: Whether it is a number for each entry, which moves with it from cut to cut.
+    """
+
+    by: str
+    observes: bool = False
+    moves: bool = False
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A way to say how important an entry is.
+
+    Attributes:
+        scores: The function in `scoring/`, such as `snapkv:snapkv_scores`.
+        paper: Where it was published.
+        summary: What the same number of its best entries for every head is, in one line.
+        cost: What it computes for that, per layer and prompt.
+        limits: What it cannot do or see.
+        scopes: Among which heads a budget may be shared. The first one bears the scorer's name.
+        norms: What part norms may have. Likewise.
+        weights: Function whose scores norms multiply, named as `scores`; None for those of it.
+        parameters: What it reads of the configuration.
+        memory: What is remembered besides the last queries; None for scorers that look through
+            these, or through none.
+        needs: What every layer must be bound to; models may not let it be found.
+        replay: Whether the prompt is replayed, which no server does.
+        not_in_rounds: Why it cannot choose again among retained entries while a request generates;
+            empty if it can.
+    """
+
+    scores: str
+    paper: str
+    summary: str
+    cost: str
+    limits: str
+    scopes: tuple[ScopeName, ...] = ("head", "layer", "all")
+    norms: tuple[NormsName, ...] = ("none", "product")
+    weights: str | None = None
+    parameters: tuple[type[Parameters], ...] = ()
+    memory: Remembered | None = None
+    needs: frozenset[Need] = frozenset()
+    replay: bool = False
+    not_in_rounds: str = ""
+
+    @property
+    def observes(self) -> bool:
+        """Whether every token of a prompt must be observed, none taken from the prefix cache."""
+        return self.memory is not None and self.memory.observes
+
+    @property
+    def cumulative(self) -> bool:
+        """Whether it scores by the attention of all queries so far, not only the prompt's.
+
+        Rounds then go on adding up what its memory began.
+        """
+        return self.memory is not None and self.memory.observes and self.memory.moves
+
+
+_WINDOW = "attention of the window"
+_GUESS = "what later tokens ask for is guessed from the window"
+
+SCORERS: dict[str, Scorer] = {
+    "streaming-llm": Scorer(
+        scores="streaming_llm:streaming_llm_scores",
+        paper="StreamingLLM, arXiv 2309.17453",
+        summary="the first tokens and the latest ones",
+        cost="nothing",
+        limits="blind to the text: the middle is always dropped",
+        scopes=("head",),
+        norms=("none",),
+        parameters=(FirstTokens,),
+    ),
+    "random": Scorer(
+        scores="at_random:random_scores",
+        paper="a baseline, in no paper",
+        summary="entries drawn evenly, others for every head and layer",
+        cost="nothing",
+        limits="blind to the text; for comparison only",
+        scopes=("head",),
+        norms=("none",),
+        parameters=(Draw,),
+    ),
+    "h2o": Scorer(
+        scores="h2o:h2o_scores",
+        paper="H2O, arXiv 2306.14048",
+        summary="what the whole prompt attended to",
+        cost="attention of the whole prompt once more, quadratic in its length",
+        limits="favours early tokens, which more queries see; takes nothing from the prefix cache",
+        scopes=("head",),
+        norms=("none", "two stages"),
+        memory=Remembered("h2o:AttentionSums", observes=True, moves=True),
+    ),
+    "knorm": Scorer(
+        scores="knorm:knorm_scores",
+        paper="L2 norm of keys, arXiv 2406.11430",
+        summary="keys of low norm, whatever is asked later; a baseline",
+        cost="one pass over the keys",
+        limits="blind to what is asked, and to what keys say beyond their length",
+        scopes=("head",),
+        norms=("none",),
+    ),
+    "keydiff": Scorer(
+        scores="keydiff:keydiff_scores",
+        paper="KeyDiff, arXiv 2504.15364",
+        summary="keys that are unlike the others of their head, whatever is asked later",
+        cost="one pass over the keys",
+        limits="blind to what is asked; keys like the average are dropped first",
+    ),
+    "expected-attention": Scorer(
+        scores="expected_attention:expected_attention_scores",
+        weights="expected_attention:expected_weights",
+        paper="Expected Attention, arXiv 2510.00636",
+        summary="what queries like the prompt's will attend to, times the norm of the value",
+        cost=(
+            "two products of queries and keys with a matrix for each query head, linear in the "
+            "prompt"
+        ),
+        limits="every head's queries count as one cloud; takes nothing from the prefix cache",
+        parameters=(FirstTokens, Expectation),
+        memory=Remembered("expected_attention:MomentsOfQueries", observes=True),
+        needs=frozenset({"rotation"}),
+        not_in_rounds="it needs the positions of retained entries, which are not kept",
+    ),
+    "probe": Scorer(
+        scores="probe:probe_scores",
+        paper="our own, after KVzip, arXiv 2505.23416, and KVzap, arXiv 2601.07891",
+        summary="what it takes to repeat the prompt, told from each token's key and value",
+        cost="one product of keys and values with a vector for each head",
+        limits="needs a calibrated probe of the model",
+        parameters=(FirstTokens, ProbeFile),
+        memory=Remembered("probe:ScoresOfTokens", moves=True),
+        needs=frozenset({"rotation", "probe"}),
+    ),
+    "snapkv": Scorer(
+        scores="snapkv:snapkv_scores",
+        paper="SnapKV, arXiv 2404.14469",
+        summary="what the last prompt tokens attend to, the same number for every head",
+        cost=_WINDOW,
+        limits=_GUESS,
+        scopes=("head",),
+        norms=("none", "two stages"),
+        parameters=(Pooling, QueryGroup),
+    ),
+    "r-kv": Scorer(
+        scores="r_kv:r_kv_scores",
+        paper="R-KV, arXiv 2505.24133",
+        summary="what the last tokens attend to, unless its key repeats others; for long answers",
+        cost=f"{_WINDOW}; the product of all keys with each other",
+        limits=f"{_GUESS}; quadratic in the prompt, though not in rounds",
+        scopes=("head",),
+        norms=("none",),
+        parameters=(Pooling, Redundancy),
+    ),
+    "defensivekv": Scorer(
+        scores="defensivekv:mean_attention",
+        weights="defensivekv:defensive_scores",
+        paper="DefensiveKV, arXiv 2510.13334",
+        summary="what any of the last prompt tokens attends to, times projected value norm",
+        cost=f"{_WINDOW}, twice",
+        limits=f"{_GUESS}; a head may be left with the tail alone",
+        scopes=("layer", "all"),
+        norms=("defence",),
+        parameters=(Pooling,),
+    ),
+    "kvzip": Scorer(
+        scores="kvzip:replay_scores",
+        paper="KVzip, arXiv 2505.23416",
+        summary="what the model attends to while it repeats the prompt",
+        cost="a second prefill",
+        limits="off the engine only: a yardstick for the probe",
+        parameters=(FirstTokens,),
+        replay=True,
+        not_in_rounds="no server runs it",
+    ),
+}
+"""By name."""

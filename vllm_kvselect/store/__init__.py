@@ -1,0 +1,1 @@
+"""Compressed contexts in a folder: one file a context and rank, complete or absent."""
