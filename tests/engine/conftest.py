@@ -18,6 +18,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.utils import func_utils
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.engine.quick_starts import start_quickly
 from tests.engine.random_models import random_llama, random_persimmon
 from tests.engine.server import serving
 from tests.marks import starts_engine
@@ -28,6 +29,12 @@ from vllm_kvselect.tiny_model import tiny_model
 
 BLOCK_SIZE = 32
 SHALLOW_LAYERS = 4
+DEFAULTS = {
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,  # it is copied for threads, which takes as long as the engine
+}
 
 
 @dataclass(eq=False)
@@ -153,7 +160,7 @@ def engine_settings(
     eviction: dict[str, Any] | None, num_blocks: int, *, model: Path, **settings: Any
 ) -> dict[str, Any]:
     """What an engine is given, beside its model."""
-    settings = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, **settings}
+    settings = {**DEFAULTS, **settings}
     if eviction is not None:
         # The tiny model's probe the package has; weights without a file have none.
         has_weights = model != tiny_model() and any(model.glob("*.safetensors"))
@@ -176,6 +183,7 @@ def _engine(
     eviction: dict[str, Any] | None, num_blocks: int, *, model: Path, **settings: Any
 ) -> Iterator[Engine]:
     _kept.give_back()
+    start_quickly()
     engine = Engine(
         LLM(str(model), **engine_settings(eviction, num_blocks, model=model, **settings))
     )

@@ -8,6 +8,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.planning.cuts import cuts
 
 EVICTION = {"method": "layer-probe", "budget": 128}
+WITH_TOKENIZER = {"skip_tokenizer_init": False}
 QUESTIONS = [
     "What is this about?",
     "Who wrote it?",
@@ -55,7 +56,7 @@ def talk(engine: Engine, document: list[int], max_tokens: int) -> Talk:
 def test_ten_turns_hit_the_prefix_cache_and_answer_as_a_fresh_server(
     start_engine: EngineFactory, text_tokens: list[int]
 ) -> None:
-    with start_engine(EVICTION, 200) as engine:
+    with start_engine(EVICTION, 200, **WITH_TOKENIZER) as engine:
         prompts, answers, hits = talk(engine, text_tokens[:300], max_tokens=8)
     # Of each prompt, the blocks before the packed ones were hashed, and the next turn finds them.
     first_packed = [
@@ -79,7 +80,7 @@ CHATTING = {
 def test_ten_turns_over_a_document_compute_it_once_and_answer_as_a_fresh_server(
     start_engine: EngineFactory, text_tokens: list[int]
 ) -> None:
-    with start_engine(CHATTING, 200) as engine:
+    with start_engine(CHATTING, 200, **WITH_TOKENIZER) as engine:
         (manager,) = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
         turn_start = engine.llm.get_tokenizer().decode(manager.eviction.turn_start)
         assert turn_start.endswith("<|im_start|>user")
@@ -93,5 +94,5 @@ def test_ten_turns_over_a_document_compute_it_once_and_answer_as_a_fresh_server(
     assert hits[0] == 0
     assert all(hit >= shared // 32 * 32 for hit, shared in zip(hits[1:], same, strict=True))
     assert min(hits[1:]) > 900
-    with start_engine(CHATTING, 200, enable_prefix_caching=False) as engine:
+    with start_engine(CHATTING, 200, enable_prefix_caching=False, **WITH_TOKENIZER) as engine:
         assert [engine.outputs([each], max_tokens=40)[0].token_ids for each in prompts] == answers

@@ -6,7 +6,8 @@ from tests.engine.conftest import EngineFactory
 
 
 def test_an_engine_is_given_back_with_all_that_it_holds(start_engine: EngineFactory) -> None:
-    with start_engine({"method": "adakv-perturb", "budget": 128}, 100) as engine:
+    eviction = {"method": "adakv-perturb", "budget": 128}
+    with start_engine(eviction, 100, skip_tokenizer_init=False) as engine:
         engine.generate([[*range(100, 400)]], 2)
         tokenizer = engine.llm.get_tokenizer()
         held = {

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.all_methods import engines_of
 from tests.engine.all_rounds import CASES, ROUNDS, Served, serve, watch
@@ -120,6 +121,17 @@ def test_a_prompt_longer_than_its_pool_is_answered_and_others_are_refused(
             engine.generate([random_prompts([300])[0]], 700, [{"kv_eviction_decode_budget": 0}])
         assert engine.generate([QUESTION], 3)
         assert engine.blocks_in_use() == 0
+
+
+def test_a_prompt_of_embeddings_is_cut_as_its_tokens_are(start: EngineFactory) -> None:
+    settings = {"method": "adakv-perturb", **IN_PROMPTS}
+    with start(settings, 60, enable_prompt_embeds=True) as engine:
+        expected = engine.outputs(PROMPTS[:2], 20)
+        embed = engine.worker.model_runner.model.embed_input_ids
+        inputs = [{"prompt_embeds": embed(torch.tensor(prompt)).detach()} for prompt in PROMPTS[:2]]
+        found = engine.llm.generate(inputs, engine.sampling(20, None), use_tqdm=False)
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == 4
+    assert [result.outputs[0].token_ids for result in found] == [e.token_ids for e in expected]
 
 
 def test_an_interval_above_the_prompt_gives_the_tokens_of_one_cut(start: EngineFactory) -> None:

@@ -56,6 +56,7 @@ ROUND_METHODS = [
     "adakv-perturb",
     "layer-thetakv",
     "ada-keydiff-perturb",
+    "layer-probe",
 ]
 BOTH = pytest.mark.parametrize("kind", CASES)
 
@@ -241,9 +242,10 @@ def merged(
     return at_prompt, [each for _, each in sorted(rounds.items())]
 
 
-def test_two_ranks_make_the_rounds_of_the_float64_model(llama: Path) -> None:
-    prompts = random_prompts([40 + 31 * index for index in range(len(ROUND_METHODS))])
-    eviction = {"budget": BUDGET, "allow_override": ["method"]}
+def test_two_ranks_make_the_cuts_of_the_float64_model(llama: Path) -> None:
+    """In prompts of more than three intervals, and in answers."""
+    prompts = random_prompts([40 + 71 * index for index in range(len(ROUND_METHODS))])
+    eviction = {"budget": 96, "allow_override": ["method"], "prompt_interval": 64}
     eviction |= {"decode_budget": 96, "decode_interval": 64}
     settings = {"skip_tokenizer_init": True, "max_model_len": 1024, "tensor_parallel_size": 2}
     with pytest.MonkeyPatch.context() as patch:
@@ -259,6 +261,7 @@ def test_two_ranks_make_the_rounds_of_the_float64_model(llama: Path) -> None:
     for name, prompt, answer in zip(ROUND_METHODS, prompts, answers, strict=True):
         at_prompt, rounds = merged(ranks, len(prompt))
         assert rounds
+        assert any(made.cut.position < len(prompt) for made in rounds) == (len(prompt) > 192)
         answered = Answered(Model(llama), prompt, answer, at_prompt, rounds)
         answered.check_tokens()
         answered.check_rounds(MethodCase(name), num_ranks=2)

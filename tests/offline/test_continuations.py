@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -51,6 +53,19 @@ def test_rows_continue_as_each_does_alone(
     continued = Continuations(llama, layers, retained)
     found = [continued.run(part, part.shape[1]) for part in following.split(chunks, dim=1)]
     torch.testing.assert_close(torch.cat(found, dim=1), expected, **CLOSE)
+
+
+def test_nothing_holds_on_to_what_was_continued(
+    llama: PreTrainedModel,
+    layers: list[Layer],
+    retained: torch.Tensor,
+    following: torch.Tensor,
+) -> None:
+    continued = Continuations(llama, layers, retained)
+    continued.run(following, 1)
+    held = weakref.ref(continued)
+    del continued
+    assert held() is None
 
 
 def test_only_the_last_logits_are_computed_if_asked(

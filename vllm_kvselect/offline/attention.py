@@ -79,6 +79,12 @@ def attention_replaced(
         yield
     finally:
         model.set_attn_implementation(before)
+        # The registry lives as long as the process, and `attend` holds on to the model.
+        AttentionInterface.register(_NAME, _replaced_no_more)
+
+
+def _replaced_no_more(*_: Any, **__: Any) -> None:
+    raise RuntimeError("this attention is computed in `attention_replaced` only")
 
 
 def _check_plain(
