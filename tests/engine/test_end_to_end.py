@@ -84,7 +84,7 @@ def test_the_first_token_waits_for_scores_only(
 def test_a_prompt_preempted_after_its_first_token_is_packed_once_it_resumed(
     method: str, share_engine: EngineFactory, make_prompts: Any
 ) -> None:
-    prompts, settings = make_prompts([900, 700]), [{"kv_eviction": method}] * 2
+    prompts, settings = make_prompts([460, 350]), [{"kv_eviction": method}] * 2
     with share_engine(ANY_METHOD, 100, enable_prefix_caching=False) as engine:
         alone = engine.generate_alone(prompts, 20, settings)
         engine.worker.reset_kv_eviction_stats()
