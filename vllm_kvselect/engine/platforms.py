@@ -46,6 +46,7 @@ PLATFORMS: dict[str, Platform] = {
         # The smallest block of the kernel's tiles: packed budgets waste the least in it.
         default_block_size=32,
         page_size=32,
+        quantized_cache_dtypes=("fp8", "fp8_e4m3", "fp8_e5m2"),
     ),
     "cuda": Platform(
         stock_worker="vllm.v1.worker.gpu_worker.Worker",

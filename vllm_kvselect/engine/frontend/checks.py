@@ -264,7 +264,7 @@ def pool_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str
 
 
 def _cache_dtypes(vllm_config: VllmConfig) -> tuple[str, ...]:
-    """KV cache dtypes under which entries are stored as they are computed, and fp8 on CUDA."""
+    """KV cache dtypes under which entries are stored as they are computed, and quantised ones."""
     here = platform()
     quantized = here.quantized_cache_dtypes if here else ()
     return ("auto", dtype_name(vllm_config.model_config.dtype), *quantized)
