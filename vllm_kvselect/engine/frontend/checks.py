@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import torch
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from vllm_kvselect.config import ConfigError, EvictionConfig, Prefill
 from vllm_kvselect.engine.cuda import xformers_attention
@@ -90,9 +92,32 @@ def platform_problems(vllm_config: VllmConfig) -> list[str]:
 
 def _cpu_problems(vllm_config: VllmConfig) -> list[str]:
     """What stands against the model runner, of which vLLM takes the new one beside triton-cpu."""
-    if not vllm_config.use_v2_model_runner:
+    problems = _fp8_problems_on_cpu(vllm_config)
+    if vllm_config.use_v2_model_runner:
+        problems.append(
+            "model runner V2 on CPU is not supported yet; set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    return problems
+
+
+def _fp8_problems_on_cpu(vllm_config: VllmConfig) -> list[str]:
+    """What vLLM itself refuses an fp8 cache for, but late and without saying what to do."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    if not is_quantized_kv_cache(cache.cache_dtype) or model is None:
         return []
-    return ["model runner V2 on CPU is not supported yet; set VLLM_USE_V2_MODEL_RUNNER=0"]
+    has_avx512 = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+    reasons = {
+        "needs a processor with AVX-512 or AMX": not has_avx512,
+        "needs heads whose size is divisible by 32": model.get_head_size() % 32,
+        "is of all layers: leave --kv-cache-dtype-skip-layers out": bool(
+            cache.kv_cache_dtype_skip_layers
+        ),
+    }
+    return [
+        f"an fp8 KV cache on CPU {reason}; change it, or leave --kv-cache-dtype out"
+        for reason, present in reasons.items()
+        if present
+    ]
 
 
 def _cuda_problems(vllm_config: VllmConfig) -> list[str]:
