@@ -27,7 +27,14 @@ from vllm_kvselect.engine.cpu.backend import HeadwiseCPUAttentionImpl
 from vllm_kvselect.engine.cpu.pages import PageCodec, write_entries
 
 pytestmark = needs_fp8_caches
-MORE_METHODS = ("random", "knorm", "keydiff", "expected-attention", "layer-probe", "ada-pyramidkv")
+MORE_METHODS = (
+    "random",
+    "keydiff",
+    "expected-attention",
+    "layer-probe",
+    "ada-probe",
+    "ada-pyramidkv",
+)
 SETTINGS_OF_ALL = (*SETTINGS, *({"kv_eviction": method} for method in MORE_METHODS))
 CROWDED = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 150, "max_num_seqs": 8}
 NUM_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 8
@@ -107,7 +114,7 @@ def served(start: EngineFactory, asked: list[Request], **settings: Any) -> list[
 def test_every_kind_of_request_is_answered_as_from_rounded_entries(
     start_engine: EngineFactory, text_tokens: list[int]
 ) -> None:
-    asked, scales = requests(text_tokens), (0.25, 0.5)
+    asked, scales = requests(text_tokens), (0.25, 0.0625)
     with rounding("fp8", scales):
         expected = served(start_engine, asked)
     with scaled(*scales):
