@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm import LLM, SamplingParams, envs
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.utils import func_utils
@@ -24,12 +23,13 @@ from tests.engine.server import serving
 from tests.marks import starts_engine
 from tests.probe_files import probe_of
 from tests.process_memory import give_back_freed_memory
+from vllm_kvselect.engine.platforms import has_fp8_caches
 from vllm_kvselect.shallow_model import shallow_copy
 from vllm_kvselect.tiny_model import tiny_model
 
-has_fp8_caches = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 needs_fp8_caches = pytest.mark.skipif(
-    not has_fp8_caches, reason="this processor has no AVX-512, without which vLLM has no fp8 cache"
+    not has_fp8_caches(),
+    reason="vLLM has no fp8 cache without AVX-512 or AMX",
 )
 BLOCK_SIZE = 32
 SHALLOW_LAYERS = 4

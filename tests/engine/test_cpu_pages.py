@@ -6,9 +6,10 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
-from tests.engine.conftest import has_fp8_caches, needs_fp8_caches
+from tests.engine.conftest import needs_fp8_caches
 from vllm_kvselect.engine.cpu import pages as cpu_pages
 from vllm_kvselect.engine.cpu.pages import PageCodec, one_head_view, write_entries
+from vllm_kvselect.engine.platforms import has_fp8_caches
 from vllm_kvselect.paging.compaction import head_pages
 
 
@@ -72,7 +73,7 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
     kernel: Kernel = request.param
     if kernel.isa == "amx" and not torch.cpu._init_amx():
         pytest.skip("this processor has no AMX tiles")
-    if kernel.cache_dtype != "auto" and not has_fp8_caches:
+    if kernel.cache_dtype != "auto" and not has_fp8_caches():
         pytest.skip(needs_fp8_caches.kwargs["reason"])
     return kernel
 

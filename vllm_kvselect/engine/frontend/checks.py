@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import torch
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -14,6 +13,7 @@ from vllm_kvselect.engine.cuda.backends import backend_problems
 from vllm_kvselect.engine.models import bystander_problems, layer_types, model_problems
 from vllm_kvselect.engine.platforms import (
     PLATFORMS,
+    has_fp8_caches,
     page_size_of,
     platform,
     platform_name,
@@ -105,9 +105,8 @@ def _fp8_problems_on_cpu(vllm_config: VllmConfig) -> list[str]:
     cache, model = vllm_config.cache_config, vllm_config.model_config
     if not is_quantized_kv_cache(cache.cache_dtype) or model is None:
         return []
-    has_avx512 = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
     reasons = {
-        "needs a processor with AVX-512 or AMX": not has_avx512,
+        "needs a processor with AVX-512 or AMX": not has_fp8_caches(),
         "needs heads whose size is divisible by 32": model.get_head_size() % 32,
         "is of all layers: leave --kv-cache-dtype-skip-layers out": bool(
             cache.kv_cache_dtype_skip_layers
