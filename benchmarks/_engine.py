@@ -130,8 +130,9 @@ def engine_arguments(job: Job) -> dict[str, Any]:
         "max_model_len": job["max_model_len"],
         "disable_log_stats": False,  # the preemption counter is one of the log stats
     }
-    if job.get("block_size"):
-        arguments["block_size"] = job["block_size"]
+    for name in ("block_size", "kv_cache_dtype"):
+        if job.get(name):
+            arguments[name] = job[name]
     if job["eviction"] is not None:
         arguments["additional_config"] = {CONFIG_KEY: job["eviction"]}
     return arguments

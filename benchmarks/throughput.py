@@ -38,6 +38,9 @@ def main(
     decode_budget: Annotated[int, typer.Option(min=0, help="Of the plugin; 0: no rounds.")] = 0,
     decode_interval: Annotated[int, typer.Option(min=1, help="Tokens between rounds.")] = 128,
     block_size: Annotated[int, typer.Option(min=0, help="Of both engines; 0: their own.")] = 0,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="Also both with a cache of this type, such as fp8.")
+    ] = "",
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     dtype: str = dtype_name(fast_dtype()),
     enforce_eager: Annotated[
@@ -70,6 +73,9 @@ def main(
     eviction = EvictionConfig.parse({"method": method, "budget": parse_number(budget), **decoding})
     plugin = {**stock, "kv_bytes": kv_mib * MIB, "eviction": eviction.model_dump()}
     jobs = {"stock": stock, "plugin": plugin}
+    if kv_cache_dtype:
+        of_type = {"kv_cache_dtype": kv_cache_dtype}
+        jobs |= {f"{name}, {kv_cache_dtype}": {**job, **of_type} for name, job in jobs.items()}
     measured = _measure_rounds(jobs, rounds, unlimited)
     summary = _summary(measured)
     _print_table(measured, summary)
@@ -105,25 +111,28 @@ def _bytes_for_all(job: Job, stock: Result) -> int:
 
 def _summary(measured: list[Round]) -> dict[str, Any]:
     """The ratios over the rounds; seconds compare because the token counts are equal."""
-    ratios = [each["stock"]["seconds"] / each["plugin"]["seconds"] for each in measured]
-    upper = [
-        each["stock"]["seconds"] / each["unlimited"]["seconds"]
-        for each in measured
-        if "unlimited" in each
-    ]
+    ratios = {
+        name: [each["stock"]["seconds"] / each[name]["seconds"] for each in measured]
+        for name in measured[0]
+    }
+    upper = ratios.get("unlimited")
     shares = [
         each["plugin"]["selection_seconds_once"] / each["stock"]["prefill_seconds"]
         for each in measured
     ]
     return {
-        "ratio": {
-            "median": round(statistics.median(ratios), 3),
-            "min": round(min(ratios), 3),
-            "max": round(max(ratios), 3),
-        },
+        "ratio": _spread(ratios["plugin"]),
+        # Of a cache of another type.
+        "ratios": {name: _spread(ratios[name]) for name in ratios if ", " in name},
         "ratio_unlimited": round(statistics.median(upper), 3) if upper else None,
         "selection_share_of_prefill": round(statistics.median(shares), 4),
     }
+
+
+def _spread(ratios: list[float]) -> dict[str, float]:
+    """The median, and what lies farthest from it."""
+    found = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+    return {name: round(ratio, 3) for name, ratio in found.items()}
 
 
 def _print_table(measured: list[Round], summary: dict[str, Any]) -> None:
@@ -143,11 +152,14 @@ def _print_table(measured: list[Round], summary: dict[str, Any]) -> None:
                 f"{result['num_blocks']} x {result['block_size']}",
                 f"{result['most_blocks_per_request']:.1f}",
                 f"{result['prefill_seconds']:.2f} s",
-                f"{result['selection_seconds_once']:.2f} s" if name == "plugin" else "",
+                f"{result['selection_seconds_once']:.2f} s" if name.startswith("plugin") else "",
             )
         table.add_section()
     console = table_console()
     console.print(table)
+    for name, ratio in summary["ratios"].items():
+        spread = f"{ratio['median']} ({ratio['min']} to {ratio['max']})"
+        console.print(f"{name} / stock throughput: {spread}")
     ratio = summary["ratio"]
     line = f"plugin / stock throughput: {ratio['median']} ({ratio['min']} to {ratio['max']})"
     if summary["ratio_unlimited"]:

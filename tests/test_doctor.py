@@ -11,6 +11,7 @@ import vllm
 
 from tests.engine.test_checks import MODELS, SMALL
 from vllm_kvselect import __version__
+from vllm_kvselect.engine.platforms import has_fp8_caches
 from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.tiny_model import tiny_model
 
@@ -41,6 +42,9 @@ def test_this_installation_can_serve_the_small_model() -> None:
     assert said["vLLM"] == f"{vllm.__version__}, known"
     assert said["platform"].startswith("cpu: ")
     assert said["data type"].startswith(f"{dtype_name(fast_dtype())} is fast")
+    assert said["data type"].endswith(
+        "; fp8 KV caches" if has_fp8_caches() else "; no fp8 KV caches"
+    )
     assert said["kernels"].startswith("compiled; bfloat16")
     assert said["model runner"] == "V1"
     assert "LlamaForCausalLM, 30 of 30 layers drop entries" in said["model"]
@@ -51,7 +55,8 @@ def test_this_installation_can_serve_the_small_model() -> None:
 def test_pytorch_held_to_avx2_is_told_to_use_float32() -> None:
     status, said = doctor("--model", str(tiny_model()), ATEN_CPU_CAPABILITY="avx2")
     assert status == 0
-    assert said["data type"] == "float32 is fast, others are not; add --dtype float32"
+    expected = "float32 is fast, others are not; add --dtype float32; "
+    assert said["data type"].startswith(expected)
     assert said["kernels"] == "compiled; bfloat16 widened to float32, AVX2; float32, AVX2"
     assert "30 of 30 layers drop entries; This processor has no instr" in said["model"]
 

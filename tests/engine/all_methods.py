@@ -43,11 +43,11 @@ def engines_of(model: Path) -> Iterator[EngineFactory]:
         yield partial(_engine, model=model, **settings)
 
 
-def check_nothing_dropped_is_stock(start: EngineFactory) -> None:
+def check_nothing_dropped_is_stock(start: EngineFactory, **settings: Any) -> None:
     """Compares prompts below the budget with an engine without eviction, bit for bit."""
     prompts, answers = random_prompts([40, 150, 333]), []
     for eviction in (None, {"method": "adakv-perturb", "budget": 512}):
-        with start(eviction, 40) as engine:
+        with start(eviction, 40, **settings) as engine:
             answers.append(
                 [(o.token_ids, o.logprobs) for o in engine.outputs(prompts, 24, logprobs=1)]
             )

@@ -24,9 +24,14 @@ from tests.engine.server import serving
 from tests.marks import starts_engine
 from tests.probe_files import probe_of
 from tests.process_memory import give_back_freed_memory
+from vllm_kvselect.engine.platforms import has_fp8_caches
 from vllm_kvselect.shallow_model import shallow_copy
 from vllm_kvselect.tiny_model import tiny_model
 
+needs_fp8_caches = pytest.mark.skipif(
+    not has_fp8_caches(),
+    reason="vLLM has no fp8 cache without AVX-512 or AMX",
+)
 BLOCK_SIZE = 32
 SHALLOW_LAYERS = 4
 DEFAULTS = {
@@ -170,7 +175,10 @@ def engine_settings(
     if "kv_cache_memory_bytes" in settings:
         return settings
     config = json.loads((model / "config.json").read_text())
-    entry_bytes = 2 * config["head_dim"] * (4 if settings["dtype"] == "float32" else 2)
+    element_bytes = 4 if settings["dtype"] == "float32" else 2
+    if settings.get("kv_cache_dtype", "auto").startswith("fp8"):
+        element_bytes = 1
+    entry_bytes = 2 * config["head_dim"] * element_bytes
     entries = config["num_hidden_layers"] * config["num_key_value_heads"] * BLOCK_SIZE
     ranks = ("tensor_parallel_size", "pipeline_parallel_size")
     block_bytes = entries * entry_bytes // math.prod(settings.get(name, 1) for name in ranks)

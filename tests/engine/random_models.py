@@ -57,7 +57,7 @@ def random_gemma3(folder: Path) -> Path:
     return folder
 
 
-def random_gpt_oss(folder: Path) -> Path:
+def random_gpt_oss(folder: Path, **shape: int) -> Path:
     """A sliding window of 64 tokens in every other layer, sinks in all, four experts."""
     torch.manual_seed(0)
     rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 1.0, "truncate": False}
@@ -69,7 +69,7 @@ def random_gpt_oss(folder: Path) -> Path:
         num_local_experts=4,
         num_experts_per_tok=2,
         rope_parameters=rope | lengths,
-        **SHAPE,
+        **SHAPE | shape,
     )
     model = GptOssForCausalLM(config)
     with torch.no_grad():

@@ -253,12 +253,33 @@ def test_kv_connectors_are_refused() -> None:
     ("settings", "message"),
     [
         ({"block_size": 48}, "block_size = 48 is not accepted; use a multiple of 32"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not supported"),
+        ({"kv_cache_dtype": "fp8_inc"}, "--kv-cache-dtype fp8_inc is not supported"),
+        (
+            {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
+            "an fp8 KV cache on CPU is of all layers: leave --kv-cache-dtype-skip-layers out;",
+        ),
     ],
 )
 def test_settings_of_vllm_that_are_refused(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         create({}, **settings)
+
+
+def test_fp8_caches_that_vllm_has_no_kernel_for_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for has_avx512 in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda has=has_avx512: has)
+        for cache_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2") if has_avx512 else ():
+            create({}, kv_cache_dtype=cache_dtype)
+    with pytest.raises(ConfigError, match=r"needs a processor with AVX-512 or AMX; change it, or"):
+        create({}, kv_cache_dtype="fp8")
+    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 80}
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | kind))
+    odd = {"model": str(tmp_path), "skip_tokenizer_init": True, "kv_cache_dtype": "fp8"}
+    with pytest.raises(ConfigError, match=r"needs heads whose size is divisible by 32"):
+        create({}, **odd)
 
 
 @pytest.mark.parametrize(

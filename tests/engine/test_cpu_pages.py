@@ -1,85 +1,140 @@
 """Pages of vLLM's CPU kernel: their inner order, and the kernel through the one-head view."""
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from vllm import _custom_ops as ops
 
+from tests.engine.conftest import needs_fp8_caches
 from vllm_kvselect.engine.cpu import pages as cpu_pages
 from vllm_kvselect.engine.cpu.pages import PageCodec, one_head_view, write_entries
+from vllm_kvselect.engine.platforms import has_fp8_caches
 from vllm_kvselect.paging.compaction import head_pages
 
-# (instruction set, dtype, block size, head size) as vLLM pairs them.
+
+class Kernel(NamedTuple):
+    """A kernel as vLLM pairs instruction sets, types and sizes."""
+
+    isa: str
+    dtype: torch.dtype
+    block_size: int
+    head_size: int
+    cache_dtype: str = "auto"
+    scales: tuple[float, float] = (1.0, 1.0)
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self[:5]))
+
+    @property
+    def codec(self) -> PageCodec:
+        return PageCodec(*self[:4], cache_dtype=self.cache_dtype)
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """What vLLM's operators are told of the cache's type."""
+        key_scale, value_scale = self.scales
+        return {"kv_cache_dtype": self.cache_dtype, "k_scale": key_scale, "v_scale": value_scale}
+
+    def cache(self, num_heads: int = 3) -> torch.Tensor:
+        """A cache that holds anything."""
+        dtype = self.dtype if self.cache_dtype == "auto" else torch.uint8
+        shape = NUM_BLOCKS, num_heads, self.block_size, 2 * self.head_size
+        return (100 * torch.rand(shape)).to(dtype)
+
+    def entries(self, *shape: int) -> torch.Tensor:
+        """Keys and values, of which a quantised cache loses nothing, `[2, *shape, head_size]`."""
+        drawn = torch.randn(2, *shape, self.head_size)
+        if self.cache_dtype != "auto":
+            scales = torch.tensor(self.scales).view(2, *[1] * (drawn.dim() - 1))
+            drawn = drawn.to(FP8[self.cache_dtype]).float() * scales
+        return drawn.to(self.dtype)
+
+
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 KERNELS = [
-    ("amx", torch.bfloat16, 32, 64),
-    ("amx", torch.bfloat16, 128, 128),
-    ("vec", torch.bfloat16, 32, 64),
-    ("vec", torch.float16, 32, 128),
-    ("vec", torch.float32, 64, 64),
-    ("vec16", torch.bfloat16, 32, 80),
-    ("vec16", torch.float32, 32, 112),
+    Kernel("amx", torch.bfloat16, 32, 64),
+    Kernel("amx", torch.bfloat16, 128, 128),
+    Kernel("amx", torch.bfloat16, 32, 64, "fp8", (0.5, 0.25)),
+    Kernel("vec", torch.bfloat16, 32, 64),
+    Kernel("vec", torch.float16, 32, 128),
+    Kernel("vec", torch.float32, 64, 64),
+    Kernel("vec", torch.bfloat16, 32, 64, "fp8", (0.5, 0.25)),
+    Kernel("vec", torch.float32, 32, 128, "fp8"),
+    Kernel("vec", torch.float16, 64, 32, "fp8_e5m2", (1.0, 2.0)),
+    Kernel("vec16", torch.bfloat16, 32, 80),
+    Kernel("vec16", torch.float32, 32, 112),
 ]
 NUM_KV_HEADS, GROUP, NUM_BLOCKS = 3, 2, 12
 
 
-@pytest.fixture(params=KERNELS, ids=lambda kernel: "-".join(map(str, kernel)))
-def kernel(request: pytest.FixtureRequest) -> tuple[str, torch.dtype, int, int]:
-    if request.param[0] == "amx" and not torch.cpu._init_amx():
+@pytest.fixture(params=KERNELS, ids=str)
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    kernel: Kernel = request.param
+    if kernel.isa == "amx" and not torch.cpu._init_amx():
         pytest.skip("this processor has no AMX tiles")
-    return request.param
+    if kernel.cache_dtype != "auto" and not has_fp8_caches():
+        pytest.skip(needs_fp8_caches.kwargs["reason"])
+    return kernel
 
 
 def stock_write(
-    cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, isa: str
+    kernel: Kernel, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Writes `[num_tokens, num_kv_heads, head_size]` as vLLM's backend does."""
     num_blocks, num_kv_heads, block_size, _ = cache.shape
-    pages = cache.view(num_blocks, num_kv_heads, 2 * block_size, -1)
-    ops.cpu_attn_reshape_and_cache(key, value, *pages.chunk(2, dim=2), slots, isa)
+    pages = cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(key, value, *pages, slots, kernel.isa, **kernel.stored)
 
 
-def test_codec_reads_what_vllm_wrote(kernel: tuple[str, torch.dtype, int, int]) -> None:
-    isa, dtype, block_size, head_size = kernel
-    cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, block_size, 2 * head_size).to(dtype)
-    blocks = torch.tensor([7, 2, 11])
-    key, value = torch.randn(2, 3 * block_size, NUM_KV_HEADS, head_size).to(dtype)
-    slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
-    stock_write(cache, key, value, slots, isa)
-    codec = PageCodec(isa, dtype, block_size, head_size)
-    pages = head_pages(blocks, NUM_KV_HEADS)
-    assert torch.equal(codec.read_keys(cache, pages), key.transpose(0, 1))
-    assert torch.equal(codec.read_values(cache, pages), value.transpose(0, 1))
+def numbers(kernel: Kernel, codec: PageCodec) -> list[torch.Tensor | None]:
+    return [codec.numbers(scale) for scale in kernel.scales]
 
 
-def test_written_entries_are_read_back_from_any_page(
-    kernel: tuple[str, torch.dtype, int, int],
-) -> None:
-    isa, dtype, block_size, head_size = kernel
-    cache = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, block_size, 2 * head_size, dtype=dtype)
+def test_codec_reads_what_vllm_wrote(kernel: Kernel) -> None:
+    cache, blocks, size = kernel.cache(), torch.tensor([7, 2, 11]), kernel.block_size
+    key, value = kernel.entries(3 * size, NUM_KV_HEADS)
+    slots = (blocks[:, None] * size + torch.arange(size)).flatten()
+    stock_write(kernel, cache, key, value, slots)
+    codec, pages = kernel.codec, head_pages(blocks, NUM_KV_HEADS)
+    keys, values = numbers(kernel, codec)
+    assert torch.equal(codec.read_keys(cache, pages, keys), key.transpose(0, 1))
+    assert torch.equal(codec.read_values(cache, pages, values), value.transpose(0, 1))
+
+
+def test_written_entries_are_read_back_from_any_page(kernel: Kernel) -> None:
+    isa, _, block_size, head_size = kernel[:4]
+    kernel = kernel._replace(scales=(1.0, 1.0))
+    cache = kernel.cache().zero_()
     slots = torch.randperm(NUM_BLOCKS * NUM_KV_HEADS * block_size)[:50]
-    key, value = torch.randn(2, 50, head_size).to(dtype)
-    write_entries(cache, key, value, slots, isa)
-    codec = PageCodec(isa, dtype, block_size, head_size)
+    key, value = kernel.entries(50)
+    write_entries(cache, key, value, slots, isa, kernel.cache_dtype)
+    codec = kernel.codec
     every_page = head_pages(torch.arange(NUM_BLOCKS), NUM_KV_HEADS)
     for entries, read in ((key, codec.read_keys), (value, codec.read_values)):
         # [head, block * offset] -> the slot order of the one-head view: block, head, offset
-        by_head = read(cache, every_page).view(NUM_KV_HEADS, NUM_BLOCKS, block_size, head_size)
+        read_back = read(cache, every_page, codec.numbers(1.0))
+        by_head = read_back.view(NUM_KV_HEADS, NUM_BLOCKS, block_size, head_size)
         by_slot = by_head.transpose(0, 1).reshape(-1, head_size)
         assert torch.equal(by_slot[slots], entries)
         assert by_slot.count_nonzero() == entries.count_nonzero()
 
 
-def test_entries_are_read_from_any_slot(kernel: tuple[str, torch.dtype, int, int]) -> None:
-    isa, dtype, block_size, head_size = kernel
-    cache = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, block_size, 2 * head_size, dtype=dtype)
-    slots = torch.randperm(NUM_BLOCKS * NUM_KV_HEADS * block_size)
-    key, value = torch.randn(2, len(slots), head_size).to(dtype)
-    write_entries(cache, key, value, slots, isa)
-    codec = PageCodec(isa, dtype, block_size, head_size)
+def test_moved_entries_are_bit_by_bit_those_written_anew(kernel: Kernel) -> None:
+    """Also where sources and targets overlap, and of numbers that a quantised cache rounds."""
+    num_slots = NUM_BLOCKS * NUM_KV_HEADS * kernel.block_size
+    key, value = torch.randn(2, num_slots, 1, kernel.head_size).to(kernel.dtype)
+    moved = kernel.cache().view(-1, 1, kernel.block_size, 2 * kernel.head_size)
+    expected, every_slot = moved.clone(), torch.arange(num_slots)
+    sources, targets = torch.randperm(num_slots)[:250], torch.randperm(num_slots)[:250]
+    stock_write(kernel, moved, key, value, every_slot)
+    at = every_slot.clone()
+    at[targets] = sources
+    stock_write(kernel, expected, key[at], value[at], every_slot)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_pages, "_ENTRIES_AT_ONCE", 100)
-        read = codec.read_entries(cache, slots)
-    assert torch.equal(read[0], key)
-    assert torch.equal(read[1], value)
+        kernel.codec.move(moved, sources, targets)
+    assert torch.equal(moved, expected)
 
 
 def test_pages_behind_two_to_the_31st_element() -> None:
@@ -99,22 +154,21 @@ def test_pages_behind_two_to_the_31st_element() -> None:
         outputs.append(attend(query, one_head_view(where), table, seq_lens, isa))
     assert torch.equal(*outputs)
     codec = PageCodec(isa, dtype, block_size, head_size)
-    assert torch.equal(codec.read_entries(cache, slots)[1], value)
+    assert torch.equal(codec.read_values(cache, torch.tensor([[page]]))[0], value)
+    codec.move(cache, slots, slots - 2 * block_size)
+    assert torch.equal(codec.read_values(cache, torch.tensor([[page - 2]]))[0], value)
 
 
-def test_one_head_view_computes_what_the_stock_call_computes(
-    kernel: tuple[str, torch.dtype, int, int],
-) -> None:
-    isa, dtype, block_size, head_size = kernel
+def test_one_head_view_computes_what_the_stock_call_computes(kernel: Kernel) -> None:
+    isa, dtype, block_size, head_size = kernel[:4]
     seq_lens = torch.tensor([3 * block_size - 5, block_size, 2 * block_size + 1], dtype=torch.int32)
     block_table = torch.randperm(NUM_BLOCKS)[:9].view(3, 3).to(torch.int32)
-    cache = torch.empty(NUM_BLOCKS, NUM_KV_HEADS, block_size, 2 * head_size, dtype=dtype)
+    cache = kernel.cache()
     key, value = torch.randn(2, NUM_BLOCKS * block_size, NUM_KV_HEADS, head_size).to(dtype)
-    stock_write(cache, key, value, torch.arange(NUM_BLOCKS * block_size), isa)
+    stock_write(kernel, cache, key, value, torch.arange(NUM_BLOCKS * block_size))
     query = torch.randn(3, NUM_KV_HEADS * GROUP, head_size).to(dtype)
-    stock = attend(
-        query, cache.view(NUM_BLOCKS, NUM_KV_HEADS, 2 * block_size, -1), block_table, seq_lens, isa
-    )
+    pages = cache.view(NUM_BLOCKS, NUM_KV_HEADS, 2 * block_size, -1)
+    stock = attend(query, pages, block_table, seq_lens, isa, **kernel.stored)
 
     heads = torch.arange(NUM_KV_HEADS, dtype=torch.int32)[:, None]
     pages = (block_table[:, None] * NUM_KV_HEADS + heads).flatten(0, 1)
@@ -124,6 +178,7 @@ def test_one_head_view_computes_what_the_stock_call_computes(
         pages.contiguous(),
         seq_lens.repeat_interleave(NUM_KV_HEADS),
         isa,
+        **kernel.stored,
     ).view_as(stock)
     if isa == "amx":
         # Other tiles, other order of bfloat16 roundings: two in the weights, one in the output.
@@ -134,7 +189,13 @@ def test_one_head_view_computes_what_the_stock_call_computes(
 
 
 def attend(
-    query: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, seq_lens: torch.Tensor, isa: str
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    isa: str,
+    kv_cache_dtype: str = "auto",
+    **scales: float,
 ) -> torch.Tensor:
     """One decode step of vLLM's kernel over a cache of any number of KV heads."""
     output, num_kv_heads = torch.empty_like(query), cache.shape[1]
@@ -151,6 +212,7 @@ def attend(
         -1,
         isa,
         True,
+        kv_cache_dtype=kv_cache_dtype,
     )
     ops.cpu_attention_with_kv_cache(
         query,
@@ -166,5 +228,7 @@ def attend(
         0.0,
         metadata,
         None,
+        kv_cache_dtype=kv_cache_dtype,
+        **scales,
     )
     return output

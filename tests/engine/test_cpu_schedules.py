@@ -120,7 +120,7 @@ def test_plans_are_kept_for_every_layer_and_head_of_their_own(made: Mock) -> Non
     pages = torch.zeros(1, NUM_KV_HEADS, WIDTH, dtype=torch.int32)
     seq_lens, retained = torch.tensor([40]), torch.tensor([[0, 0, 32]])
     query = torch.randn(1, GROUP, HEAD_SIZE)
-    schedules, sinks = Schedules("vec"), torch.zeros(NUM_KV_HEADS * GROUP)
+    schedules, sinks = Schedules("vec", "fp8"), torch.zeros(NUM_KV_HEADS * GROUP)
     for _ in range(3):
         batch = step(pages, seq_lens, retained)
         for layer in range(2):
@@ -128,6 +128,7 @@ def test_plans_are_kept_for_every_layer_and_head_of_their_own(made: Mock) -> Non
                 schedules.of(layer, batch, call, query)
     lengths = [call.kwargs["seq_lens"].tolist() for call in made.call_args_list]
     assert lengths == [[48], [48], [16]] * 2
+    assert {call.kwargs["kv_cache_dtype"] for call in made.call_args_list} == {"fp8"}
 
 
 @pytest.mark.parametrize("change", ["nothing", "pages", "rows"])

@@ -168,7 +168,7 @@ def test_an_fp8_cache_is_scored_and_moved_as_attention_reads_it(
     monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash", write)
     layers = make_layers(backend, kernels=cuda.KERNELS, kv_cache_dtype="fp8")
     scale_of_queries = 0.25 if with_queries else 1
-    assert layers.layers[0].impl._score_scale == HEAD_SIZE**-0.5 * scale_of_queries * 0.5
+    assert layers.layers[0].impl._score_scale == HEAD_SIZE**-0.5 * scale_of_queries
     mixed_steps(layers)
 
 

@@ -265,7 +265,7 @@ def test_packing_everything_with_heads_of_80_channels(
         with start_engine(eviction, 100, **settings) as engine:
             answers.append(engine.generate(prompts, 24))
             if eviction is not None:
-                assert engine.impls[0]._isa == "vec16"
+                assert engine.worker._started[0].isa == "vec16"
     assert answers[0] == answers[1]
 
 

@@ -52,7 +52,7 @@ def start(*command: str) -> None:
         ((*ADAKV, "--kv-eviction-budget", "40"), "budget = 40 retains 40 entries"),
         ((*ADAKV, "--block-size", "48"), "block_size = 48 is not accepted; use a multiple"),
         ((*ADAKV, "--worker-cls", "my.Worker"), "worker_cls = 'my.Worker' replaces the worker"),
-        ((*ADAKV, "--kv-cache-dtype", "fp8"), "--kv-cache-dtype fp8 is not supported"),
+        ((*ADAKV, "--kv-cache-dtype", "fp8_inc"), "--kv-cache-dtype fp8_inc is not supported"),
         (
             (*ADAKV, "--kv-transfer-config", CONNECTOR),
             "KV connectors (--kv-transfer-config) is not supported; switch it off",

@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.conftest import Answer, Engine, EngineFactory, _engine
 from tests.engine.random_models import random_prompts
+from vllm_kvselect.engine.platforms import has_fp8_caches
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
 from vllm_kvselect.engine.scheduler.loads import ContextLoads
 from vllm_kvselect.store.folder import Folder
@@ -184,6 +185,7 @@ def test_two_ranks_read_a_context_together_or_not_at_all(
     folder, [prompt] = tmp_path / "contexts", random_prompts([300])
     eviction = with_store(folder, method="adakv-perturb", context=256)
     given = {"skip_tokenizer_init": True, "max_model_len": 512, "tensor_parallel_size": 2}
+    given["kv_cache_dtype"] = "fp8" if has_fp8_caches() else "auto"
     with _engine(eviction, 60, model=llama, **given) as engine:
         first = engine.generate([prompt], 12)
         assert len(files(folder, 2)) == 2

@@ -77,6 +77,7 @@ def test_a_peer_has_methods_of_its_own() -> None:
         ),
         ({"eviction": {"context": 500}}, "add --scenarios context-only"),
         ({"suite": "harness"}, "add --through engine"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype is of a server that is started here"),
         ({"methods": ("thetakv:context=500",)}, "add --scenarios context-only"),
         ({"methods": ("thetakv:lam",)}, "'lam' is not of the form name=value"),
         ({"methods": ("thetakv",), "against": "snapkv"}, "add it to --methods"),

@@ -359,11 +359,11 @@ def test_entries_are_moved_as_bytes(backend: Backend, dtype: torch.dtype) -> Non
     assert torch.equal(as_bytes(cache), as_bytes(other))
 
 
-@pytest.mark.parametrize("dtype", [*HALVES, torch.float64])
-def test_pages_with_an_inner_order_are_read_as_they_are(
+@pytest.mark.parametrize("dtype", [torch.uint8, *HALVES, torch.float64])
+def test_pages_with_an_inner_order_are_read_and_written_as_they_are(
     backend: Backend, dtype: torch.dtype
 ) -> None:
-    cache = torch.randn(50, 2 * 96).to(dtype).to(backend.device)[:, :128]
+    cache = (100 * torch.rand(50, 2 * 96)).to(dtype).to(backend.device)[:, :128]
     pages = torch.randperm(50)[:23].to(backend.device)
     places = torch.randperm(128)[:96].to(torch.int32).to(backend.device)
     kernels = backend.kernels
@@ -377,6 +377,22 @@ def test_pages_with_an_inner_order_are_read_as_they_are(
         cache, torch.tensor([page * 8 + offset]).to(backend.device), places, block_size
     )
     assert torch.equal(entry, cache[page, places[offset * 12 : (offset + 1) * 12].long()])
+    targets, other = torch.randperm(50 * 8)[:77].to(backend.device), cache.clone()
+    kernels.write_entries(cache, targets, places, block_size, expected)
+    compaction.write_entries(other, targets, places, block_size, expected)
+    assert torch.equal(cache, other)
+    assert torch.equal(kernels.read_entries(cache, targets, places, block_size), expected)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_bytes_are_read_as_the_numbers_that_they_stand_for(
+    backend: Backend, dtype: torch.dtype
+) -> None:
+    numbers = torch.randn(256).to(dtype).to(backend.device)
+    codes = torch.randint(256, (3, 41, 5), dtype=torch.uint8).to(backend.device)
+    expected = torch.stack([numbers[code] for code in codes.flatten().tolist()]).view(codes.shape)
+    assert torch.equal(compaction.look_up(codes, numbers), expected)
+    assert torch.equal(backend.kernels.look_up(codes, numbers), expected)
 
 
 @pytest.mark.parametrize("num_bad", [1, 5])

@@ -113,7 +113,7 @@ def _platform() -> str:
 
 
 def _data_type() -> str:
-    from vllm_kvselect.engine.platforms import platform_name
+    from vllm_kvselect.engine.platforms import has_fp8_caches, platform_name
     from vllm_kvselect.machine import dtype_name, fast_dtype
 
     if platform_name() == "cuda":
@@ -121,9 +121,10 @@ def _data_type() -> str:
 
         return f"{dtype_name(current_platform.supported_dtypes[0])} is fast"
     fast = dtype_name(fast_dtype())
+    caches = f"; {'' if has_fp8_caches() else 'no '}fp8 KV caches"
     if fast == "bfloat16":
-        return "bfloat16 is fast"
-    return f"{fast} is fast, others are not; add --dtype {fast}"
+        return f"bfloat16 is fast{caches}"
+    return f"{fast} is fast, others are not; add --dtype {fast}{caches}"
 
 
 def _kernels() -> str:

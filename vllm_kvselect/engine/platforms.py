@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -46,6 +47,7 @@ PLATFORMS: dict[str, Platform] = {
         # The smallest block of the kernel's tiles: packed budgets waste the least in it.
         default_block_size=32,
         page_size=32,
+        quantized_cache_dtypes=("fp8", "fp8_e4m3", "fp8_e5m2"),
     ),
     "cuda": Platform(
         stock_worker="vllm.v1.worker.gpu_worker.Worker",
@@ -80,6 +82,11 @@ def page_size_of(vllm_config: VllmConfig) -> int:
     here = platform()
     fixed = here.page_size if here is not None else None
     return int(fixed or vllm_config.cache_config.block_size)
+
+
+def has_fp8_caches() -> bool:
+    """Whether vLLM's CPU kernel knows fp8 caches on this processor."""
+    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def unknown_platform() -> str | None:

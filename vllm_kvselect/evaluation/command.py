@@ -56,6 +56,9 @@ def evaluate(
         int, typer.Option(help="Tokens per block, off the engine.")
     ] = _DEFAULTS.block_size,
     dtype: Annotated[str, typer.Option(help="By default what the machine multiplies fast.")] = "",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="Of the server that is started, such as fp8.")
+    ] = _DEFAULTS.kv_cache_dtype,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="A field of the method: --set alpha=0.25.")
     ] = None,

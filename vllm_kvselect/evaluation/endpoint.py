@@ -137,6 +137,7 @@ def _flags(config: EvaluationConfig, model: str, needs: Needs) -> list[str]:
     on_cuda = torch.cuda.is_available()
     dtype = config.dtype or ("auto" if on_cuda else dtype_name(fast_dtype()))
     flags = ["--kv-eviction-config", str(settings), "--dtype", dtype, "--enforce-eager"]
+    flags += ["--kv-cache-dtype", config.kv_cache_dtype]
     flags += ["--max-model-len", str(needs.max_model_len), "--disable-uvicorn-access-log"]
     # Greedy means greedy: models come with penalties of their own, which would hold otherwise.
     flags += ["--generation-config", "vllm"]
@@ -144,6 +145,7 @@ def _flags(config: EvaluationConfig, model: str, needs: Needs) -> list[str]:
         flags += ["--logits-processors", GIVEN_ANSWERS]
     if not on_cuda:  # there vLLM takes what is free
         size = 2 if dtype in ("bfloat16", "float16") else 4
+        size = 1 if config.kv_cache_dtype.startswith("fp8") else size
         num_bytes = needs.num_tokens * _entry_values(model) * size
         flags += ["--kv-cache-memory-bytes", str(num_bytes)]
     return flags

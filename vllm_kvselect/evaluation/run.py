@@ -106,6 +106,8 @@ def _claim(config: EvaluationConfig, examples: Sequence[Example]) -> None:
     fixed = config.model_dump(
         mode="json", include={"suite", "model", "data", "dtype", "eviction", "seed"}
     )
+    if config.kv_cache_dtype != "auto":
+        fixed["kv_cache_dtype"] = config.kv_cache_dtype
     lines = [json.dumps(asdict(each), ensure_ascii=False) + "\n" for each in examples]
     for name, text in (("run.json", json.dumps(fixed) + "\n"), ("examples.jsonl", "".join(lines))):
         path = config.out / name

@@ -53,6 +53,7 @@ class EvaluationConfig(BaseModel):
         url: A running server; empty to start one.
         block_size: Tokens per block, off the engine. 32 is the engine's.
         dtype: Of weights and activations; empty for the machine's fast one.
+        kv_cache_dtype: `--kv-cache-dtype` of the server that is started.
         eviction: Further fields of `EvictionConfig`, for all methods.
         out: Folder for predictions, scores, table and figures.
     """
@@ -76,6 +77,7 @@ class EvaluationConfig(BaseModel):
     url: str = ""
     block_size: Annotated[int, Field(ge=1)] = 32
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    kv_cache_dtype: str = "auto"
     eviction: dict[str, Any] = {}
     out: Path = Path("evaluation")
 
@@ -114,6 +116,11 @@ class EvaluationConfig(BaseModel):
             )
         if config.url and config.through != "engine":
             raise EvaluationError("--url names a server: add --through engine")
+        if config.kv_cache_dtype != "auto" and (config.url or config.through != "engine"):
+            raise EvaluationError(
+                "--kv-cache-dtype is of a server that is started here: add --through engine, and "
+                "leave --url out"
+            )
         if config.suite in ("own-answers", "stories") and config.through != "engine":
             raise EvaluationError(
                 f"{config.suite} are for decode budgets, which are the engine's: add --through "

@@ -62,6 +62,8 @@ class Kernels:
         select_pruned: Entries that are retained in two stages, with the norms that this takes.
         read_pages: Whole pages of a cache whose pages have an inner order.
         read_entries: Single entries of such a cache.
+        write_entries: The same, written.
+        look_up: The numbers that bytes of a quantised cache stand for.
         gather_entries: Entries by head and token.
         gather_from_blocks: Entries out of a prompt's blocks.
         scatter_entries: Entries into slots.
@@ -105,6 +107,10 @@ class Kernels:
     read_entries: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor] = (
         compaction.read_entries
     )
+    write_entries: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None] = (
+        compaction.write_entries
+    )
+    look_up: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = compaction.look_up
     gather_entries: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] = (
         compaction.gather_entries
     )

@@ -197,6 +197,22 @@ def read_entries(
     return _call("read_entries", cache, slots, places, block_size)
 
 
+def write_entries(
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    places: torch.Tensor,
+    block_size: int,
+    entries: torch.Tensor,
+) -> None:
+    """Twin of `compaction.write_entries`."""
+    _call("write_entries", cache, slots, places, block_size, entries)
+
+
+def look_up(codes: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Twin of `compaction.look_up`."""
+    return _call("look_up", codes, numbers)
+
+
 def extremes(vectors: torch.Tensor, size: int) -> Extremes:
     """Twin of `criticality.extremes`."""
     if vectors.dtype not in STORED:
@@ -258,6 +274,8 @@ KERNELS = Kernels(
     select=select,
     read_pages=read_pages,
     read_entries=read_entries,
+    write_entries=write_entries,
+    look_up=look_up,
     extremes=extremes,
     criticality=criticality,
 )

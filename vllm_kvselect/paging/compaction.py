@@ -148,6 +148,39 @@ def read_entries(
     return cache[page[:, None], places.view(block_size, -1)[offset]]
 
 
+def write_entries(
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    places: torch.Tensor,
+    block_size: int,
+    entries: torch.Tensor,
+) -> None:
+    """Writes what `read_entries` reads.
+
+    Args:
+        cache: As in `read_entries`.
+        slots: Likewise, none twice.
+        places: Likewise.
+        block_size: Entries per page.
+        entries: `[n, m]`.
+    """
+    page, offset = slots // block_size, slots % block_size
+    cache[page[:, None], places.view(block_size, -1)[offset]] = entries
+
+
+def look_up(codes: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Reads bytes as the numbers that they stand for.
+
+    Args:
+        codes: uint8, contiguous, of any shape.
+        numbers: What each byte stands for, `[256]`.
+
+    Returns:
+        Shaped as `codes`, of the numbers' dtype.
+    """
+    return numbers.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+
+
 def gather_entries(
     entries: torch.Tensor, retained: torch.Tensor, num_competing: int
 ) -> torch.Tensor:

@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_kvselect.engine.cpu.pages import PageCodec, one_head_view, write_entries
+from vllm_kvselect.engine.cpu.pages import PageCodec, one_head_view
 from vllm_kvselect.engine.cpu.schedules import Schedules
 from vllm_kvselect.engine.drop.memory import all_layers
 from vllm_kvselect.engine.drop.state import RetentionState
@@ -48,11 +48,12 @@ class HeadwiseCPUMetadataBuilder(HeadwiseBuilder, CPUAttentionMetadataBuilder):
     """Builds vLLM's metadata, split where prompts end. Stock until `start` is called."""
 
     def _start_layers(self, layers: list[Any], state: RetentionState, kernels: Kernels) -> None:
-        spec = self.kv_cache_spec
-        codec = PageCodec(self.isa, spec.dtype, spec.block_size, spec.head_size, kernels)
-        schedules = Schedules(self.isa)
+        spec, cache_dtype = self.kv_cache_spec, self.kv_cache_dtype
+        sizes = spec.block_size, spec.head_size
+        codec = PageCodec(self.isa, self.dtype, *sizes, kernels, cache_dtype)
+        schedules = Schedules(self.isa, cache_dtype)
         for index, layer in enumerate(layers):
-            layer.impl.start(index, layer.kv_cache, self.isa, state, codec, schedules, kernels)
+            layer.impl.start(index, layer, state, codec, schedules, kernels)
 
 
 class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
@@ -71,8 +72,7 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
     def start(
         self,
         layer_index: int,
-        kv_cache: torch.Tensor,
-        isa: str,
+        layer: Any,
         state: RetentionState,
         codec: PageCodec,
         schedules: Schedules,
@@ -82,32 +82,32 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
 
         Args:
             layer_index: The layer's place in the group.
-            kv_cache: The layer's cache.
-            isa: Instruction set of the kernel.
+            layer: vLLM's attention layer, with its cache and its scales.
             state: State of the group's layers.
             codec: Inner order of the pages.
             schedules: The kernel's work plans.
             kernels: What computes the parts of a choice.
         """
-        self._connect(layer_index, kv_cache, state, kernels)
-        self._isa, self._codec, self._schedules = isa, codec, schedules
-        self._memory = all_layers(kv_cache)
+        self._connect(layer_index, layer, state, kernels)
+        self._codec, self._schedules = codec, schedules
+        self._keys_of_bytes = codec.numbers(layer._k_scale_float)
+        self._values_of_bytes = codec.numbers(layer._v_scale_float)
+        self._memory = all_layers(layer.kv_cache)
         self._key_pages, self._value_pages = one_head_view(self._memory).chunk(2, dim=2)
         if self.sinks is not None and self.sinks.dtype != torch.bfloat16:
             self.sinks = self.sinks.float()  # what else the kernel takes
 
     def read_keys(self, pages: torch.Tensor) -> torch.Tensor:
         """Keys of whole pages in their order, `[num_kv_heads, n, head_size]`."""
-        return self._codec.read_keys(self._memory, pages)
+        return self._codec.read_keys(self._memory, pages, self._keys_of_bytes)
 
     def read_values(self, pages: torch.Tensor) -> torch.Tensor:
         """Values of whole pages in their order, `[num_kv_heads, n, head_size]`."""
-        return self._codec.read_values(self._memory, pages)
+        return self._codec.read_values(self._memory, pages, self._values_of_bytes)
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Moves entries from slots to slots of the memory of all layers."""
-        key, value = self._codec.read_entries(self._memory, sources)
-        write_entries(self._memory, key, value, targets, self._isa)
+        self._codec.move(self._memory, sources, targets)
 
     def _table(self, batch: HeadwiseBatch) -> PageTable:
         layer = self.layer_index
@@ -141,6 +141,9 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
             softcap=0.0,
             scheduler_metadata=self._schedules.of(self.layer_index, batch, call, query),
             s_aux=call.sinks,
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
         if attended is not output:
             output.copy_(attended)

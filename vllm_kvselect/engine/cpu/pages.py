@@ -1,9 +1,9 @@
-"""PageCodec: reads keys and values out of pages of vLLM's CPU kernel, whatever their inner order.
+"""PageCodec: reads and moves entries of pages of vLLM's CPU kernel, whatever their inner order.
 
 On CPU a page is all its keys, then all its values, each in an order that suits the kernel's
-instruction set ("amx", "vec", "vec16"). The order is learned by writing coded values with vLLM's
-own cache-write op and reading them back. Writing needs no codec: the op takes entries in token
-order.
+instruction set ("amx", "vec", "vec16") and the type of the cache. The order is learned by writing
+coded values with vLLM's own cache-write op and reading them back. Entries are moved as bytes: what
+is quantised is not quantised again.
 """
 
 from typing import NamedTuple, Self
@@ -15,6 +15,13 @@ from vllm_kvselect.kernels.base import REFERENCES, Kernels
 
 _ENTRIES_AT_ONCE = 2**15
 """Entries that are read at once: their indices take more memory than they do."""
+
+_QUANTIZED = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""What the bytes of a quantised cache are, by `--kv-cache-dtype`."""
 
 
 def one_head_view(kv_cache: torch.Tensor) -> torch.Tensor:
@@ -32,9 +39,14 @@ def one_head_view(kv_cache: torch.Tensor) -> torch.Tensor:
 
 
 def write_entries(
-    kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, isa: str
+    kv_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    isa: str,
+    cache_dtype: str = "auto",
 ) -> None:
-    """Writes entries into slots of the one-head view, in the kernel's own order.
+    """Writes entries into slots of the one-head view as vLLM does, with scales of 1.
 
     Args:
         kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, of a layer or of all.
@@ -42,11 +54,10 @@ def write_entries(
         value: `[num_entries, head_size]`.
         slots: `page * block_size + offset`, `[num_entries]` int64.
         isa: The kernel's instruction set, as the layer uses it.
+        cache_dtype: The layer's `--kv-cache-dtype`.
     """
-    key_pages, value_pages = one_head_view(kv_cache).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(
-        key.unsqueeze(1), value.unsqueeze(1), key_pages, value_pages, slots, isa
-    )
+    entries, pages = (key.unsqueeze(1), value.unsqueeze(1)), one_head_view(kv_cache).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(*entries, *pages, slots, isa, kv_cache_dtype=cache_dtype)
 
 
 class PageCodec:
@@ -54,10 +65,11 @@ class PageCodec:
 
     Args:
         isa: The kernel's instruction set.
-        dtype: Data type of the cache.
+        dtype: Data type of the model, and of the cache unless that is quantised.
         block_size: Entries per page.
         head_size: Elements per key and per value.
         kernels: What computes the parts of a choice.
+        cache_dtype: The layers' `--kv-cache-dtype`.
     """
 
     def __init__(
@@ -67,54 +79,83 @@ class PageCodec:
         block_size: int,
         head_size: int,
         kernels: Kernels = REFERENCES,
+        cache_dtype: str = "auto",
     ) -> None:
         self.block_size, self.head_size = block_size, head_size
-        learned = _learn_places(isa, dtype, block_size, head_size)
-        self._keys, self._values = (_Places.of(places, dtype) for places in learned)
-        self._read_pages = kernels.read_pages
-        self._read_entries = kernels.read_entries
+        self._dtype, self._kernels = dtype, kernels
+        self._quantized = _QUANTIZED.get(cache_dtype)
+        learned = _learn_places(isa, dtype, block_size, head_size, cache_dtype)
+        itemsize = (self._quantized or dtype).itemsize
+        self._keys, self._values = (_Places.of(places, itemsize) for places in learned)
 
-    def read_keys(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    def numbers(self, scale: float) -> torch.Tensor | None:
+        """What the bytes of a quantised cache stand for.
+
+        Args:
+            scale: The layer's scale of keys, or of values.
+
+        Returns:
+            `[256]`, of the model's dtype; None if the cache is not quantised.
+        """
+        if self._quantized is None:
+            return None
+        codes = torch.arange(256, dtype=torch.uint8).view(self._quantized)
+        return (codes.float() * scale).to(self._dtype)
+
+    def read_keys(
+        self, kv_cache: torch.Tensor, pages: torch.Tensor, numbers: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Reads the keys of whole pages in token order.
 
         Args:
             kv_cache: A layer's cache, `[num_blocks, num_kv_heads, block_size, 2 * head_size]`.
             pages: Page ids of each head in token order, `[num_kv_heads, n]` int64.
+            numbers: What its bytes stand for; None for its own dtype.
 
         Returns:
             `[num_kv_heads, n * block_size, head_size]`.
         """
-        return self._read(kv_cache, pages, self._keys)
+        return self._read(kv_cache, pages, self._keys, numbers)
 
-    def read_values(self, kv_cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    def read_values(
+        self, kv_cache: torch.Tensor, pages: torch.Tensor, numbers: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Reads the values of whole pages in token order; as `read_keys`."""
-        return self._read(kv_cache, pages, self._values)
+        return self._read(kv_cache, pages, self._values, numbers)
 
-    def read_entries(
-        self, kv_cache: torch.Tensor, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads the entries in some slots of the one-head view: what `write_entries` wrote there.
+    def move(self, kv_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves entries between slots of the one-head view, whose order is that of the kernel.
+
+        All are read before any is written: sources and targets may overlap.
 
         Args:
             kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, of a layer or of all.
-            slots: `page * block_size + offset`, `[n]` int64.
-
-        Returns:
-            Keys and values, `[n, head_size]` each.
+            sources: `page * block_size + offset`, `[n]` int64.
+            targets: Likewise, none twice.
         """
-        key, value = kv_cache.new_empty(2, len(slots), self.head_size)
-        for start in range(0, len(slots), _ENTRIES_AT_ONCE):
-            part = slice(start, start + _ENTRIES_AT_ONCE)
-            for entries, places in ((key, self._keys), (value, self._values)):
-                elements = one_head_view(kv_cache).flatten(1).view(places.dtype)
-                read = self._read_entries(elements, slots[part], places.indices, self.block_size)
-                entries[part] = read.view(kv_cache.dtype)
-        return key, value
+        parts = [
+            slice(start, start + _ENTRIES_AT_ONCE)
+            for start in range(0, len(sources), _ENTRIES_AT_ONCE)
+        ]
+        for places in (self._keys, self._values):
+            elements, size = places.of_pages(kv_cache), self.block_size
+            read = [
+                self._kernels.read_entries(elements, sources[part], places.indices, size)
+                for part in parts
+            ]
+            for part, entries in zip(parts, read, strict=True):
+                self._kernels.write_entries(elements, targets[part], places.indices, size, entries)
 
-    def _read(self, kv_cache: torch.Tensor, pages: torch.Tensor, places: "_Places") -> torch.Tensor:
-        elements = one_head_view(kv_cache).flatten(1).view(places.dtype)
-        entries = self._read_pages(elements, pages.flatten(), places.indices)
-        return entries.view(kv_cache.dtype).view(pages.shape[0], -1, self.head_size)
+    def _read(
+        self,
+        kv_cache: torch.Tensor,
+        pages: torch.Tensor,
+        places: "_Places",
+        numbers: torch.Tensor | None,
+    ) -> torch.Tensor:
+        read = self._kernels.read_pages(places.of_pages(kv_cache), pages.flatten(), places.indices)
+        entries = read.view(kv_cache.dtype).view(pages.shape[0], -1, self.head_size)
+        return entries if numbers is None else self._kernels.look_up(entries, numbers)
 
 
 class _Places(NamedTuple):
@@ -129,19 +170,28 @@ class _Places(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, indices: torch.Tensor, dtype: torch.dtype) -> Self:
-        """Joins neighbours that stay neighbours, up to 8 bytes: fewer and wider reads."""
-        size = dtype.itemsize
+    def of(cls, indices: torch.Tensor, size: int) -> Self:
+        """Joins neighbours that stay neighbours, up to 8 bytes: fewer and wider reads.
+
+        Args:
+            indices: `[m]` int32.
+            size: Bytes of an element.
+        """
         while size < 8:
             first, second = indices[::2], indices[1::2]
             if not ((first % 2 == 0) & (second == first + 1)).all():
                 break
             indices, size = first // 2, 2 * size
-        return cls(indices.contiguous(), {2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        return cls(indices.contiguous(), integers[size])
+
+    def of_pages(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The elements of every page of a cache, `[num_pages, num_elements]`."""
+        return one_head_view(kv_cache).flatten(1).view(self.dtype)
 
 
 def _learn_places(
-    isa: str, dtype: torch.dtype, block_size: int, head_size: int
+    isa: str, dtype: torch.dtype, block_size: int, head_size: int, cache_dtype: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Index in a flat page of every element of its keys and of its values.
 
@@ -151,14 +201,17 @@ def _learn_places(
     num_elements = block_size * head_size
     codes = torch.arange(num_elements)
     found = torch.zeros(2 * num_elements, dtype=torch.int64)
-    # Codes go in byte by byte: every integer up to 256 is exact in bfloat16.
-    for shift in range(0, (2 * num_elements).bit_length(), 8):
-        page = torch.zeros(1, 1, block_size, 2 * head_size, dtype=dtype)
+    # Codes go in by digits: every integer up to 256 is exact in bfloat16, up to 8 in either fp8.
+    quantized = _QUANTIZED.get(cache_dtype)
+    num_bits = 8 if quantized is None else 3
+    for shift in range(0, (2 * num_elements).bit_length(), num_bits):
+        stored = dtype if quantized is None else torch.uint8
+        page = torch.zeros(1, 1, block_size, 2 * head_size, dtype=stored)
         key, value = (
-            ((part >> shift) & 255).to(dtype).view(block_size, head_size)
+            ((part >> shift) % 2**num_bits).to(dtype).view(block_size, head_size)
             for part in (codes, codes + num_elements)
         )
-        write_entries(page, key, value, torch.arange(block_size), isa)
-        found += page.flatten().to(torch.int64) << shift
+        write_entries(page, key, value, torch.arange(block_size), isa, cache_dtype)
+        found += page.flatten().view(quantized or dtype).to(torch.int64) << shift
     key, value = torch.argsort(found).to(torch.int32).view(2, num_elements)
     return key, value

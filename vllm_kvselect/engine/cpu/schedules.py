@@ -21,10 +21,11 @@ class Schedules:
 
     Args:
         isa: The kernel's instruction set.
+        cache_dtype: The layers' `--kv-cache-dtype`.
     """
 
-    def __init__(self, isa: str) -> None:
-        self._isa = isa
+    def __init__(self, isa: str, cache_dtype: str = "auto") -> None:
+        self._isa, self._cache_dtype = isa, cache_dtype
         self._batch: HeadwiseBatch | None = None
         self._pages: torch.Tensor | None = None
         self._tile_ends = torch.empty(0)
@@ -78,6 +79,7 @@ class Schedules:
             sliding_window_size=-1,
             isa=self._isa,
             enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            kv_cache_dtype=self._cache_dtype,
         )
 
 

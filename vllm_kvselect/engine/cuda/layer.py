@@ -48,7 +48,6 @@ class CudaImpl(HeadwiseImpl):
     logits_soft_cap: float
     kv_sharing_target_layer_name: str | None
     attn_type: str
-    kv_cache_dtype: str
     _split_k: SplitKAttention | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -61,7 +60,6 @@ class CudaImpl(HeadwiseImpl):
             a_KV_cache_shared_between_layers=self.kv_sharing_target_layer_name is not None,
             attention_other_than_a_decoder=self.attn_type != AttentionType.DECODER,
         )
-        self._is_quantized = self.kv_cache_dtype.startswith("fp8")  # others are refused
 
     def start(
         self,
@@ -81,24 +79,15 @@ class CudaImpl(HeadwiseImpl):
             tables: Page tables of the group's layers.
             dtype: The model's dtype, in which quantised keys and values are scored.
             kernels: What computes the parts of a choice.
-
-        Raises:
-            ConfigError: If the layer has scales per head.
         """
-        self._connect(layer_index, layer.kv_cache, state, kernels)
+        self._connect(layer_index, layer, state, kernels)
         self._tables, self._dtype = tables, dtype
         key, value = one_head_view(layer.kv_cache, self.head_size)
         if self._is_quantized:
-            if layer._k_scale.numel() != 1 or layer._v_scale.numel() != 1:
-                raise ConfigError(
-                    "kv_eviction does not support an fp8 KV cache with scales per head; serve this "
-                    "checkpoint with --kv-cache-dtype bfloat16"
-                )
             key, value = (part.view(current_platform.fp8_dtype()) for part in (key, value))
-            self._score_scale *= layer._k_scale_float
             if layer.query_quant is not None:
                 self._score_scale *= layer._q_scale_float
-            self._value_scale = layer._v_scale_float
+            self._key_scale, self._value_scale = layer._k_scale_float, layer._v_scale_float
         self._key_pages, self._value_pages = key, value
 
     def take_xformers(self) -> None:
@@ -140,11 +129,6 @@ class CudaImpl(HeadwiseImpl):
     ) -> None:
         """vLLM's call of the backend; arguments as in `_attend`."""
 
-    def _at_hand(
-        self, key: torch.Tensor, value: torch.Tensor, tokens: slice
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return None if self._is_quantized else super()._at_hand(key, value, tokens)
-
     def _scored_queries(self, query: torch.Tensor) -> torch.Tensor:
         return query.to(self._dtype)
 
@@ -161,7 +145,7 @@ class CudaImpl(HeadwiseImpl):
         return self._entries(pages)
 
     def _entries(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys, up to their scale, and values of whole pages in their order.
+        """Keys and values of whole pages in their order.
 
         Args:
             pages: Page ids of each head, `[num_kv_heads, n]` int64.
@@ -177,7 +161,7 @@ class CudaImpl(HeadwiseImpl):
         key, value = (
             part.view(current_platform.fp8_dtype()).to(self._dtype) for part in (key, value)
         )
-        return key, value.mul_(self._value_scale)
+        return key.mul_(self._key_scale), value.mul_(self._value_scale)
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Moves entries from slots to slots of the memory of all layers."""

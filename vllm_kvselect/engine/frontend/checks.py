@@ -5,6 +5,7 @@ from pathlib import Path
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from vllm_kvselect.config import ConfigError, EvictionConfig, Prefill
 from vllm_kvselect.engine.cuda import xformers_attention
@@ -12,6 +13,7 @@ from vllm_kvselect.engine.cuda.backends import backend_problems
 from vllm_kvselect.engine.models import bystander_problems, layer_types, model_problems
 from vllm_kvselect.engine.platforms import (
     PLATFORMS,
+    has_fp8_caches,
     page_size_of,
     platform,
     platform_name,
@@ -90,9 +92,31 @@ def platform_problems(vllm_config: VllmConfig) -> list[str]:
 
 def _cpu_problems(vllm_config: VllmConfig) -> list[str]:
     """What stands against the model runner, of which vLLM takes the new one beside triton-cpu."""
-    if not vllm_config.use_v2_model_runner:
+    problems = _fp8_problems_on_cpu(vllm_config)
+    if vllm_config.use_v2_model_runner:
+        problems.append(
+            "model runner V2 on CPU is not supported yet; set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    return problems
+
+
+def _fp8_problems_on_cpu(vllm_config: VllmConfig) -> list[str]:
+    """What vLLM itself refuses an fp8 cache for, but late and without saying what to do."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    if not is_quantized_kv_cache(cache.cache_dtype) or model is None:
         return []
-    return ["model runner V2 on CPU is not supported yet; set VLLM_USE_V2_MODEL_RUNNER=0"]
+    reasons = {
+        "needs a processor with AVX-512 or AMX": not has_fp8_caches(),
+        "needs heads whose size is divisible by 32": model.get_head_size() % 32,
+        "is of all layers: leave --kv-cache-dtype-skip-layers out": bool(
+            cache.kv_cache_dtype_skip_layers
+        ),
+    }
+    return [
+        f"an fp8 KV cache on CPU {reason}; change it, or leave --kv-cache-dtype out"
+        for reason, present in reasons.items()
+        if present
+    ]
 
 
 def _cuda_problems(vllm_config: VllmConfig) -> list[str]:
@@ -264,7 +288,7 @@ def pool_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str
 
 
 def _cache_dtypes(vllm_config: VllmConfig) -> tuple[str, ...]:
-    """KV cache dtypes under which entries are stored as they are computed, and fp8 on CUDA."""
+    """KV cache dtypes under which entries are stored as they are computed, and quantised ones."""
     here = platform()
     quantized = here.quantized_cache_dtypes if here else ()
     return ("auto", dtype_name(vllm_config.model_config.dtype), *quantized)

@@ -40,6 +40,7 @@ class HeadwiseImpl(ABC):
     head_size: int
     scale: float
     sinks: torch.Tensor | None
+    kv_cache_dtype: str
     output_projection: OutputProjection | None = None
     rotation: Rotation | None = None
     probe: torch.Tensor | None = None
@@ -48,19 +49,28 @@ class HeadwiseImpl(ABC):
     kernels: Kernels
 
     def _connect(
-        self, layer_index: int, kv_cache: torch.Tensor, state: RetentionState, kernels: Kernels
+        self, layer_index: int, layer: Any, state: RetentionState, kernels: Kernels
     ) -> None:
         """Connects the layer to its group.
 
         Args:
             layer_index: The layer's place in the group.
-            kv_cache: The layer's cache.
+            layer: vLLM's attention layer, with its cache and its scales.
             state: State of the group's layers.
             kernels: What computes the parts of a choice.
+
+        Raises:
+            ConfigError: If the cache is quantised with scales per head.
         """
-        self.layer_index, self.kv_cache, self.kernels = layer_index, kv_cache, kernels
+        self.layer_index, self.kv_cache, self.kernels = layer_index, layer.kv_cache, kernels
         self._state = state
         self._score_scale = self.scale
+        self._is_quantized = self.kv_cache_dtype.startswith("fp8")  # others are refused
+        if self._is_quantized and (layer._k_scale.numel() != 1 or layer._v_scale.numel() != 1):
+            raise ConfigError(
+                "kv_eviction does not support an fp8 KV cache with scales per head; serve this "
+                "checkpoint with --kv-cache-dtype bfloat16"
+            )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """No output is quantised on the way: tokens past their prompts are written by other calls.
@@ -233,7 +243,12 @@ class HeadwiseImpl(ABC):
     def _at_hand(
         self, key: torch.Tensor, value: torch.Tensor, tokens: slice
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of the step, `[num_kv_heads, n, head_size]`, if attention reads these."""
+        """Keys and values of the step, `[num_kv_heads, n, head_size]`, if attention reads these.
+
+        It does not where the cache is quantised: what is scored is what attention reads.
+        """
+        if self._is_quantized:
+            return None
         return key[tokens].transpose(0, 1), value[tokens].transpose(0, 1)
 
     def _scored_queries(self, query: torch.Tensor) -> torch.Tensor:

@@ -207,10 +207,11 @@ Tensor pages_above_floor(const Tensor& scores, int64_t num_packed, int64_t block
 template <typename Function>
 void dispatch_size(const Tensor& tensor, const Function& function) {
   switch (tensor.element_size()) {
+    case 1: return function(static_cast<uint8_t*>(nullptr));
     case 2: return function(static_cast<uint16_t*>(nullptr));
     case 4: return function(static_cast<uint32_t*>(nullptr));
     case 8: return function(static_cast<uint64_t*>(nullptr));
-    default: TORCH_CHECK(false, "elements of 2, 4 or 8 bytes, not ", tensor.scalar_type());
+    default: TORCH_CHECK(false, "elements of 1, 2, 4 or 8 bytes, not ", tensor.scalar_type());
   }
 }
 
@@ -257,6 +258,47 @@ Tensor read_entries(const Tensor& cache, const Tensor& slots, const Tensor& plac
   return entries;
 }
 
+// The same the other way round; no two entries go to one slot.
+void write_entries(const Tensor& cache, const Tensor& slots, const Tensor& places, int64_t block_size,
+                   const Tensor& entries) {
+  const int64_t size = places.numel() / block_size;
+  TORCH_CHECK(cache.stride(1) == 1 && slots.is_contiguous() && places.is_contiguous());
+  TORCH_CHECK(entries.is_contiguous() && entries.size(0) == slots.numel() && entries.size(1) == size);
+  TORCH_CHECK(entries.scalar_type() == cache.scalar_type());
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  const int32_t* places_of = places.const_data_ptr<int32_t>();
+  dispatch_size(cache, [&](auto type) {
+    using Element = element<decltype(type)>;
+    auto* out = static_cast<Element*>(cache.mutable_data_ptr());
+    const auto* in = static_cast<const Element*>(entries.const_data_ptr());
+    at::parallel_for(0, slots.numel(), divide_up(4096, size), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int32_t* __restrict place = places_of + slot[i] % block_size * size;
+        const Element* __restrict from = in + i * size;
+        Element* __restrict to = out + slot[i] / block_size * cache.stride(0);
+        for (int64_t j = 0; j < size; ++j) to[place[j]] = from[j];
+      }
+    });
+  });
+}
+
+// The numbers that bytes stand for.
+Tensor look_up(const Tensor& codes, const Tensor& numbers) {
+  TORCH_CHECK(codes.is_contiguous() && codes.scalar_type() == at::kByte);
+  TORCH_CHECK(numbers.is_contiguous() && numbers.numel() == 256);
+  Tensor found = at::empty(codes.sizes(), numbers.options());
+  const uint8_t* in = codes.const_data_ptr<uint8_t>();
+  dispatch_size(numbers, [&](auto type) {
+    using Element = element<decltype(type)>;
+    const auto* number = static_cast<const Element*>(numbers.const_data_ptr());
+    auto* out = static_cast<Element*>(found.mutable_data_ptr());
+    at::parallel_for(0, codes.numel(), 16384, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) out[i] = number[in[i]];
+    });
+  });
+  return found;
+}
+
 }  // namespace kvselect
 
 TORCH_LIBRARY(vllm_kvselect, library) {
@@ -286,4 +328,8 @@ TORCH_LIBRARY(vllm_kvselect, library) {
       "pages_above_floor(Tensor scores, int num_packed, int block_size, int least) -> Tensor", pages_above_floor);
   library.def("read_pages(Tensor cache, Tensor pages, Tensor places) -> Tensor", read_pages);
   library.def("read_entries(Tensor cache, Tensor slots, Tensor places, int block_size) -> Tensor", read_entries);
+  library.def(
+      "write_entries(Tensor(a!) cache, Tensor slots, Tensor places, int block_size, Tensor entries) -> ()",
+      write_entries);
+  library.def("look_up(Tensor codes, Tensor numbers) -> Tensor", look_up);
 }
