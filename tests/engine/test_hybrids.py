@@ -21,7 +21,7 @@ from tests.engine.random_hybrids import (
     nemotron_h,
     saved,
 )
-from tests.engine.random_models import random_prompts
+from tests.engine.random_models import SHAPE, random_prompts
 from tests.method_cases import MethodCase
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
 
@@ -68,6 +68,11 @@ class Hybrid(NamedTuple):
     folder: Path
     start: EngineFactory
 
+    @property
+    def block_bytes(self) -> int:
+        """What a block takes."""
+        return self.family.block_size * self.family.token_bytes
+
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def hybrid(
@@ -76,13 +81,13 @@ def hybrid(
     family = FAMILIES[request.param]
     folder = saved(family.make, tmp_path_factory.mktemp(request.param) / request.param)
 
-    def start(eviction: dict[str, Any] | None, num_blocks: int, **settings: Any) -> Any:
+    def start(eviction: dict[str, Any] | None, num_blocks: int = 0, **settings: Any) -> Any:
         if eviction is not None:
             eviction = {"probe": None, "check_integrity": True, **eviction}
-        settings = {"enable_prefix_caching": family.caches, **settings}
         # What lies beside takes blocks, too.
         num_bytes = max(num_blocks, 80) * family.block_size * family.token_bytes
-        return start_engine(eviction, num_blocks, kv_cache_memory_bytes=num_bytes, **settings)
+        ours = {"enable_prefix_caching": family.caches, "kv_cache_memory_bytes": num_bytes}
+        return start_engine(eviction, num_blocks, **ours | settings)
 
     with engines_of(folder) as start_engine, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lfm2Attention, "forward", mended_lfm2_attention)
@@ -119,16 +124,52 @@ def test_nothing_dropped_is_stock_and_freed_blocks_are_those_of_whole_pages(
 
     with hybrid.start(None, 40) as engine:
         expected = engine.generate(prompts, 20)
-    with hybrid.start({**EVICTION, "method": "none"}, 40) as engine:
+    with hybrid.start({**EVICTION, "method": "none"}, 40, disable_log_stats=False) as engine:
         assert engine.generate(prompts, 20) == expected
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Scheduler, "schedule", record)
             engine.generate(prompts[2:], 2, [{"kv_eviction": "snapkv"}])
         assert headwise(engine).sizes == (hybrid.family.block_size, PAGE_SIZE)
         assert engine.blocks_in_use() == 0
+        counted = {metric.name: metric for metric in engine.llm.get_metrics()}
     first_packed = tail_begin(500) // PAGE_SIZE - num_packed(500)
-    assert max(held) == [first_packed * PAGE_SIZE // hybrid.family.block_size]
+    num_freed = first_packed * PAGE_SIZE // hybrid.family.block_size
+    assert max(held) == [num_freed]
     assert first_packed == 10
+    num_dropped = first_packed * PAGE_SIZE
+    num_heads = SHAPE["num_key_value_heads"] * len(hybrid.family.full_attention)
+    for name, number in {
+        "dropped_entries": num_dropped * num_heads,
+        "freed_blocks": num_freed,
+        "freed_bytes": num_freed * hybrid.family.block_size * hybrid.family.token_bytes,
+    }.items():
+        assert counted[f"vllm:kv_eviction_{name}"].value == number
+    assert counted["vllm:kv_eviction_retained_ratio"].sum == pytest.approx(1 - num_dropped / 500)
+
+
+BOUNDED = {
+    "method": "adakv",
+    "budget": 96,
+    "prompt_interval": 64,
+    "decode_budget": 96,
+    "decode_interval": 64,
+    "allow_override": ["method"],
+}
+
+
+@pytest.mark.parametrize("hybrid", ["lfm2", "gemma4", "granite"], indirect=True)
+def test_who_would_fit_without_states_and_windows_alone_is_refused(hybrid: Hybrid) -> None:
+    """It would wait for ever: their blocks are of the same pool."""
+    prompt, short = random_prompts([900, 300])
+    most = -(-1000 // hybrid.family.block_size)
+    in_pool = {"kv_cache_memory_bytes": (most + 1) * hybrid.block_bytes}  # one is the null block
+    with hybrid.start(BOUNDED, max_num_batched_tokens=128, **in_pool) as engine:
+        (answer,) = engine.generate([prompt], 20)
+        assert len(answer.token_ids) == 20
+        with pytest.raises(ValueError, match=rf"needs {most} blocks at once, and the KV cache has"):
+            engine.generate([short], 700, [NOTHING_DROPPED])
+        assert engine.generate([short], 3, [NOTHING_DROPPED])
+        assert engine.blocks_in_use() == 0
 
 
 @caching
