@@ -31,6 +31,13 @@ EVERY_HEAD = {"num_key_value_heads": 4}
 SLIDING = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
+SMALL_STATES = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+"""A block is as large as a state, and the prompt is short."""
 
 MAMBA_2 = {
     "mamba_n_heads": 4,
@@ -58,6 +65,7 @@ class Family:
             with vLLM's dummy weights, which is enough for what must be refused.
         engine: Further arguments of vLLM.
         why_untried: Where no configuration can be made: the reason.
+        dtype: In which it is served: float32 but where vLLM has another one alone.
     """
 
     name: str
@@ -67,6 +75,7 @@ class Family:
     architecture: str = ""
     engine: dict[str, Any] = field(default_factory=dict)
     why_untried: str = ""
+    dtype: str = "float32"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -200,7 +209,8 @@ FAMILIES = (
         {key: size for key, size in SHAPE.items() if key != "num_hidden_layers"},
         engine=UNCACHED,
     ),
-    Family("Qwen 3 Next", "qwen3_next", {**EXPERTS, **LINEAR}, architecture="Qwen3NextForCausalLM"),
+    Family("Qwen 3 Next", "qwen3_next", {**EXPERTS, **LINEAR, **SMALL_STATES}, dtype="bfloat16"),
+    Family("Qwen 3.5", "qwen3_5_text", why_untried="vLLM's class of it needs torchvision"),
     Family("Mamba", "mamba", STATE_SPACE, COMMON, architecture="MambaForCausalLM"),
     Family(
         "Mamba 2",

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
@@ -28,9 +29,11 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 BLOCK_SIZE = 32
 BUDGET = 96
 METHODS = ("streaming-llm", "adakv-perturb")
-EVICTION = {"method": METHODS[1], "budget": BUDGET, "allow_override": ["method", "budget"]}
+WITHOUT_NORMS = ("streaming-llm", "adakv")
+"""For models whose values cannot be projected alone, behind a gate for one."""
 PROMPT = Random(0).choices(range(2, VOCABULARY), k=300)
 NUM_ANSWER_TOKENS = 8
+Methods = tuple[str, str]
 
 
 def main(
@@ -71,14 +74,16 @@ def examine(family: Family, timeout: float) -> Row:
         folder = Path(scratch, "model")
         try:
             make(family, folder)
-            answers = run_child(__file__, _job(family, folder, EVICTION), timeout)
-            if "refused" in answers:
-                return Row(
-                    family.name, answers["architecture"], "refused", remark=answers["refused"]
-                )
-            if family.architecture:
-                return Row(family.name, answers["architecture"], "untried", remark="it starts")
-            return compare(family, folder, answers, timeout)
+            answers = run_child(__file__, _job(family, folder, METHODS), timeout)
+            if not answers.get("refuses_method"):
+                return judge(family, folder, answers, METHODS, timeout)
+            others = run_child(__file__, _job(family, folder, WITHOUT_NORMS), timeout)
+            row = judge(family, folder, others, WITHOUT_NORMS, timeout)
+            if row.verdict == "refused":
+                return row
+            why = answers["refused"].partition(": ")[2]
+            remark = f"{WITHOUT_NORMS[1]}, since {why}"
+            return replace(row, remark="; ".join(filter(None, (row.remark, remark))))
         except BenchmarkError as error:
             return Row(family.name, "", "untried", remark=_last_line(str(error)))
 
@@ -102,12 +107,25 @@ def make(family: Family, folder: Path) -> None:
         raise BenchmarkError(f"transformers makes no such model: {error}") from error
 
 
-def compare(family: Family, folder: Path, answers: dict[str, Any], timeout: float) -> Row:
+def judge(
+    family: Family, folder: Path, answers: dict[str, Any], methods: Methods, timeout: float
+) -> Row:
+    """The row of a family whose engine was tried with two methods."""
+    if "refused" in answers:
+        return Row(family.name, answers["architecture"], "refused", remark=answers["refused"])
+    if family.architecture:
+        return Row(family.name, answers["architecture"], "untried", remark="it starts")
+    return compare(family, folder, answers, methods, timeout)
+
+
+def compare(
+    family: Family, folder: Path, answers: dict[str, Any], methods: Methods, timeout: float
+) -> Row:
     """Compares a served model's answers with those of transformers, or with stock vLLM's."""
     architecture = answers["architecture"]
-    if answers["num_evicted"] != len(METHODS):
+    if answers["num_evicted"] != len(methods):
         return Row(family.name, architecture, "WRONG", remark="no entries were dropped")
-    checks = [_check(folder, answers, method) for method in METHODS]
+    checks = [_check(folder, answers, method) for method in methods]
     cells = (checks[0].cell, checks[1].cell)
     if any(check.is_wrong for check in checks):
         return Row(family.name, architecture, "WRONG", cells)
@@ -125,12 +143,15 @@ def _check(folder: Path, answers: dict[str, Any], method: str) -> Check:
     return check(folder, PROMPT, answers[method], answers["whole"], BLOCK_SIZE, config)
 
 
-def _job(family: Family, folder: Path, eviction: dict[str, Any] | None) -> Job:
-    settings = {method: {"kv_eviction": method} for method in METHODS}
+def _job(family: Family, folder: Path, methods: Methods | None) -> Job:
+    settings = {method: {"kv_eviction": method} for method in methods or ()}
     whole = {"whole": {"kv_eviction_budget": 2 * len(PROMPT)}}
+    eviction: dict[str, Any] | None = None
+    if methods:
+        eviction = {"method": methods[1], "budget": BUDGET, "allow_override": ["method", "budget"]}
     return {
         "model": str(folder),
-        "dtype": "float32",
+        "dtype": family.dtype,
         "enforce_eager": True,
         "kv_bytes": 64 << 20,
         "max_model_len": 1024 if not family.architecture else None,
@@ -153,7 +174,12 @@ def measure(job: Job) -> dict[str, Any]:
     try:
         llm = LLM(**engine_arguments(job), **job["engine"])
     except Exception as error:
-        return {"refused": _refusal(error, job["model"]), "architecture": _architecture(job)}
+        reason = str(_own_error(error))
+        return {
+            "refused": _refusal(reason, job["model"]),
+            "refuses_method": "; choose one of " in reason,
+            "architecture": _architecture(job),
+        }
     answers: dict[str, Any] = {"architecture": _architecture(job)}
     for name, settings in job["requests"].items():
         params = SamplingParams(
@@ -182,23 +208,28 @@ def _architecture(job: Job) -> str:
     return str(config["architectures"][0])
 
 
-def _refusal(error: BaseException | None, model: str) -> str:
-    """Our own reason against a model, in one line; other people's errors are raised again."""
+def _own_error(error: BaseException | None) -> ConfigError:
+    """What we have against a model; other people's errors are raised again."""
     raised = error
     while error is not None and not isinstance(error, ConfigError):
         error = error.__cause__ or error.__context__
     if error is None:
         assert raised is not None
         raise raised
-    reason = str(error).removeprefix("kv_eviction cannot be used here: ").replace(repr(model), "")
+    return error
+
+
+def _refusal(reason: str, model: str) -> str:
+    """The reason in one line, without what to do."""
+    reason = reason.removeprefix("kv_eviction cannot be used here: ").replace(repr(model), "")
     reason = " ".join(reason.split()).removeprefix("model ")
     return re.split("; (?:serve|choose) ", reason)[0]
 
 
 def _last_line(text: str) -> str:
-    """What an error says at its end, pydantic's pointers aside."""
+    """What an error says at its end: one sentence, pydantic's pointers aside."""
     lines = [line for line in text.strip().splitlines() if "errors.pydantic.dev" not in line]
-    return lines[-1].split(" [type=")[0].strip() if lines else "no message"
+    return re.split(r"\. | \[type=", lines[-1])[0].strip() if lines else "no message"
 
 
 if __name__ == "__main__":

@@ -78,6 +78,15 @@ def test_plan_shows_what_is_freed() -> None:
     }
 
 
+def test_plan_counts_pages_of_larger_blocks() -> None:
+    command = ("plan", "--prompt-len", "32768", "--budget", "2048", "--block-size", "544")
+    found = rows(run(*command, "--page-size", "32"))
+    # The window and the tail's page: 2,048 entries kept, and what does not fill a page.
+    assert found["entries retained"] == "2048 of 32768 per KV head"
+    assert found["blocks freed"] == f"{(32768 - 2048) // 544} of 61"
+    assert run(*command, "--page-size", "48").exit_code == 2
+
+
 def test_plan_shows_the_most_that_a_prompt_holds_with_cuts_in_it() -> None:
     command = ("plan", "--prompt-len", "32768", "--budget", "2048", "--method", "keydiff")
     assert rows(run(*command))["most blocks held"] == "1024"

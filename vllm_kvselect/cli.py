@@ -119,6 +119,14 @@ def top_command(
 def plan_command(
     prompt_len: Annotated[int, typer.Option(min=1, help="Length of the prompt in tokens.")],
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 32,
+    page_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Entries per page, of which a block has one or several; 32 on CPU.",
+            show_default="the block size",
+        ),
+    ] = None,
     budget: Annotated[
         str | None,
         typer.Option(help="Entries per KV head, such as 512, or a fraction of the prompt: 0.25."),
@@ -154,8 +162,11 @@ def plan_command(
         "prompt_interval": prompt_interval,
     }
     config = EvictionConfig.parse({key: val for key, val in given.items() if val is not None})
-    _refuse_small_budget(max_model_len or prompt_len, block_size, config)
-    outcome = _outcome(prompt_len, block_size, config)
+    page_size = page_size or block_size
+    if block_size % page_size:
+        raise ConfigError(f"a block of {block_size} tokens is no multiple of a page of {page_size}")
+    _refuse_small_budget(max_model_len or prompt_len, page_size, config)
+    outcome = _outcome(prompt_len, block_size, page_size, config)
     table = Table(show_header=False, box=None)
     table.add_row("method", config.method)
     table.add_row("entries retained", f"{outcome.entries} of {prompt_len} per KV head")
@@ -169,8 +180,8 @@ def plan_command(
         console.print("Nothing is freed: the request runs as in stock vLLM.")
 
 
-def _refuse_small_budget(max_model_len: int, block_size: int, config: EvictionConfig) -> None:
-    problem = budget_problem(max_model_len, block_size, config) if config.enabled else None
+def _refuse_small_budget(max_model_len: int, page_size: int, config: EvictionConfig) -> None:
+    problem = budget_problem(max_model_len, page_size, config) if config.enabled else None
     if problem is None:
         return
     if isinstance(config.budget, float):
@@ -197,13 +208,17 @@ class _Outcome:
     most: int
 
 
-def _outcome(num_prompt_tokens: int, block_size: int, config: EvictionConfig) -> _Outcome:
+def _outcome(
+    num_prompt_tokens: int, block_size: int, page_size: int, config: EvictionConfig
+) -> _Outcome:
     """Counts the blocks of a prompt by their roles once all of it is computed."""
-    planned = cuts(num_prompt_tokens, block_size, config)
+    planned = cuts(num_prompt_tokens, block_size, config, page_size=page_size)
+    cut = planned.last_made(num_prompt_tokens)
+    num_dropped = 0 if cut is None else cut.first_packed * page_size
     num_blocks = ceil(num_prompt_tokens / block_size)
     roles = Counter(planned.role(index, num_prompt_tokens) for index in range(num_blocks))
     return _Outcome(
-        entries=num_prompt_tokens - roles[Role.FREED] * block_size,
+        entries=num_prompt_tokens - num_dropped,
         packed=roles[Role.PACKED],
         tail=roles[Role.TAIL],
         freed=roles[Role.FREED],

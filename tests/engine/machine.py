@@ -6,6 +6,7 @@ barely hold the longest request, so that requests are preempted all the time.
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -19,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.engine.simulated_server import MAX_MODEL_LEN, Server, Settings, own_eviction
+from tests.engine.simulated_server import MAX_MODEL_LEN, Beside, Server, Settings, own_eviction
 from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
 from vllm_kvselect.request import RequestError, request_config
 
@@ -48,6 +49,8 @@ CHOICES: dict[str, st.SearchStrategy[Any]] = {
     "kv_prefill": st.sampled_from(("dense", "critiprefill", "critiprefill")),
     "kv_prefill_budget": st.sampled_from((16, 24)),
 }
+# Block sizes are those of the others times this.
+BESIDE = (Beside(1), Beside(1), Beside(1, window=6), Beside(2, window=9))
 SETTINGS_OF_REQUESTS = st.fixed_dictionaries({}, optional=CHOICES)
 
 
@@ -72,6 +75,10 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
     if prompt_interval:
         prefill = "dense"
     is_sparse = prefill != "dense" or "prefill" in allow_override
+    # What keeps states prefills densely.
+    beside = None if is_sparse else draw(st.sampled_from((None, None, *BESIDE)))
+    if beside is not None:
+        beside = replace(beside, block_size=block_size * beside.block_size)
     max_num_seqs = draw(st.integers(2, 6))
     return Settings(
         block_size=block_size,
@@ -99,6 +106,8 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
         async_scheduling=draw(st.booleans()),
         enable_prefix_caching=draw(st.sampled_from((True, True, True, False))),
         scheduler_reserve_full_isl=draw(st.booleans()),
+        page_size=draw(st.sampled_from((None, None, 4))),
+        beside=beside,
     )
 
 
@@ -292,6 +301,9 @@ class BlockAccounting(RuleBasedStateMachine):
             self.seen["turns found"] += worker.num_turns_found
             self.seen["sparse segments"] += worker.num_segments
             self.seen["hits in sparse parts"] += worker.num_sparse_hits
+            self.seen["read beside"] += worker.bystander.num_read if worker.bystander else 0
+            is_split = worker.sizes.page < worker.sizes.block
+            self.seen["pages of larger blocks packed"] += is_split and worker.num_completions
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,8 @@ from transformers import (
     NemotronHConfig,
     NemotronHForCausalLM,
     PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tests.engine.random_models import SHAPE
@@ -102,6 +104,24 @@ def nemotron_h() -> PreTrainedModel:
     return NemotronHForCausalLM(config)
 
 
+def qwen3_next() -> PreTrainedModel:
+    """Two layers of linear attention before each of two with attention behind a gate."""
+    config = Qwen3NextConfig(
+        num_hidden_layers=6,
+        layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=2,
+        num_experts_per_tok=2,  # which one a token takes would hang on roundings
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        **{**SHAPE, "initializer_range": 0.05},  # it is served in bfloat16 alone
+    )
+    return Qwen3NextForCausalLM(config)
+
+
 def mended_lfm2_attention(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> Any:
     """vLLM's `Lfm2Attention.forward`, as it is meant.
 
@@ -115,7 +135,9 @@ def mended_lfm2_attention(self: Any, positions: torch.Tensor, hidden_states: tor
     return self.out_proj(self.attn(query, key, value))[0]
 
 
-def saved(make: Callable[[], PreTrainedModel], folder: Path) -> Path:
+def saved(
+    make: Callable[[], PreTrainedModel], folder: Path, dtype: torch.dtype = torch.float32
+) -> Path:
     """Makes a model and saves it; norms are not all alike."""
     torch.manual_seed(0)
     model = make()
@@ -123,5 +145,5 @@ def saved(make: Callable[[], PreTrainedModel], folder: Path) -> Path:
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.normal_(1.0, 0.1)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     return folder

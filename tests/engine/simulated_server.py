@@ -18,7 +18,11 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -31,6 +35,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.engine.tagged_drop import NUM_KV_HEADS
 from tests.engine.tagged_rows import (
     Retained,
+    Sizes,
     retained_in_prompt,
     retained_in_rounds,
     sparse_span,
@@ -39,10 +44,11 @@ from tests.engine.tagged_store import IDENTITY, MemoryFolder
 from tests.engine.tagged_worker import TaggedWorker
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cuda.builder import DeviceSplitter
+from vllm_kvselect.engine.scheduler.block_manager import headwise_manager
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutAsyncScheduler, CutScheduler
 from vllm_kvselect.engine.scheduler.integrity import find_violations, plan_violations
 from vllm_kvselect.engine.scheduler.loads import ContextLoads
-from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
+from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, StateSpec, WindowSpec
 from vllm_kvselect.engine.step.split import Splitter
 from vllm_kvselect.planning.cuts import most_blocks
 from vllm_kvselect.tiny_model import tiny_model
@@ -61,8 +67,40 @@ class LostError(AssertionError):
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Layers that drop nothing, beside those that do.
+
+    Attributes:
+        block_size: Tokens of a block of theirs.
+        window: Tokens that a token sees; None for a state's.
+    """
+
+    block_size: int
+    window: int | None = None
+
+    @property
+    def most_blocks(self) -> int:
+        """What a request holds of them at most: all, or the states of two steps."""
+        return 2 if self.window is None else MAX_MODEL_LEN // self.block_size + 1
+
+    def spec(self, eviction: EvictionConfig, is_cached: bool) -> WindowSpec | StateSpec:
+        """Their cache."""
+        shape = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+        if self.window is not None:
+            size, window = self.block_size, self.window
+            return WindowSpec(block_size=size, sliding_window=window, eviction=eviction, **shape)
+        return StateSpec(
+            block_size=self.block_size if is_cached else MAX_MODEL_LEN,
+            shapes=((8,),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="align" if is_cached else "none",
+            eviction=eviction,
+        )
+
+
+@dataclass(frozen=True)
 class Settings:
-    """What a server is started with; but for the first three and the last, vLLM's own names."""
+    """What a server is started with: most by vLLM's own names."""
 
     block_size: int = 4
     num_spare_blocks: int = 0
@@ -75,6 +113,13 @@ class Settings:
     enable_prefix_caching: bool = True
     scheduler_reserve_full_isl: bool = False
     stores: bool = False
+    page_size: int | None = None
+    beside: Beside | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        """Tokens of a block and of a kernel block."""
+        return Sizes(self.block_size, self.page_size or self.block_size)
 
     @property
     def least_step(self) -> int:
@@ -100,6 +145,8 @@ class Settings:
         if self.is_bounded:
             num_late = int(self.async_scheduling)
             most = most_blocks(MAX_MODEL_LEN, self.block_size, self.eviction, num_late)
+        if self.beside is not None:
+            most += self.beside.most_blocks
         return most + 1 + self.num_spare_blocks
 
 
@@ -129,6 +176,7 @@ def make_scheduler(settings: Settings, scheduler_class: type[Scheduler]) -> Sche
     scheduling.scheduler_reserve_full_isl = settings.scheduler_reserve_full_isl
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.num_gpu_blocks = settings.num_blocks
+    config.cache_config.block_size = settings.block_size
     config.cache_config.enable_prefix_caching = settings.enable_prefix_caching
     spec = HeadwiseSpec(
         block_size=settings.block_size,
@@ -137,9 +185,16 @@ def make_scheduler(settings: Settings, scheduler_class: type[Scheduler]) -> Sche
         dtype=torch.float32,
         eviction=settings.eviction,
         store=IDENTITY if settings.stores else None,
+        page_size=settings.page_size,
     )
-    kv_cache = KVCacheConfig(settings.num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
-    return scheduler_class(config, kv_cache, structured_output_manager(), settings.block_size)
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    if (beside := settings.beside) is not None:
+        is_cached = settings.enable_prefix_caching
+        groups.append(KVCacheGroupSpec(["beside"], beside.spec(settings.eviction, is_cached)))
+        config.cache_config.mamba_cache_mode = "align" if is_cached else "none"
+    kv_cache = KVCacheConfig(settings.num_blocks, [], groups)
+    sizes = resolve_kv_cache_block_sizes(kv_cache, config)
+    return scheduler_class(config, kv_cache, structured_output_manager(), *sizes)
 
 
 def own_eviction(
@@ -226,7 +281,7 @@ class Server:
         self.worker = TaggedWorker(
             settings.eviction,
             settings.num_blocks,
-            settings.block_size,
+            settings.sizes,
             MAX_MODEL_LEN,
             self._sample,
             lambda request_id: self.all[request_id].eviction,
@@ -234,6 +289,7 @@ class Server:
             # Schedulers run ahead of devices only.
             DeviceSplitter if settings.async_scheduling else Splitter,
             folder,
+            self._layers_beside(),
         )
         self.unfinished: dict[str, Expected] = {}
         self.all: dict[str, Expected] = {}
@@ -243,9 +299,16 @@ class Server:
         self._num_idle = 0
         self.in_step = False
 
+    def _layers_beside(self) -> tuple[int, int | None] | None:
+        """Tokens of a block and of the window of the group that drops nothing."""
+        managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        if (beside := self.settings.beside) is None:
+            return None
+        return managers[1].block_size, beside.window
+
     @property
     def loads(self) -> ContextLoads:
-        (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        manager = headwise_manager(self.scheduler.kv_cache_manager)
         assert manager.loads is not None
         return manager.loads
 
@@ -269,7 +332,8 @@ class Server:
         params = SamplingParams(
             max_tokens=max_tokens, stop_token_ids=[STOP_TOKEN], extra_args=extra_args
         )
-        hasher = get_request_block_hasher(self.settings.block_size, sha256)
+        hash_size = self.scheduler.kv_cache_manager.block_pool.hash_block_size
+        hasher = get_request_block_hasher(hash_size, sha256)
         request = Request(
             request_id,
             list(prompt),
@@ -308,7 +372,7 @@ class Server:
             self.seen["preempted"] += request.num_preemptions - preempted[request.request_id]
         self.check(output)
         self._in_flight.appendleft((output, self.worker.execute(output)))
-        (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        manager = headwise_manager(self.scheduler.kv_cache_manager)
         plans = self.worker.live.take_new_plans()
         if wrong := plan_violations(manager, self.scheduler.requests, plans):
             raise IntegrityError("\n".join(map(str, wrong)))
@@ -402,7 +466,7 @@ class Server:
 
     def check_blocks(self, request: Request, is_scheduled: bool) -> None:
         """A request holds a block for each started one of its tokens, less those freed."""
-        (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        manager = headwise_manager(self.scheduler.kv_cache_manager)
         blocks = manager.req_to_blocks.get(request.request_id, [])
         num_held = sum(not block.is_null for block in blocks)
         if request.status != RequestStatus.RUNNING:
@@ -423,9 +487,9 @@ class Server:
     def retained(self, request: Request) -> list[Retained]:
         """What is retained of a request, cut by cut."""
         expected = self.all[request.request_id]
-        block_size, length = self.settings.block_size, request.num_prompt_tokens
-        in_prompt = retained_in_prompt(length, block_size, expected.eviction)
-        rounds = retained_in_rounds(length, expected.max_tokens, block_size, expected.eviction)
+        sizes, length = self.settings.sizes, request.num_prompt_tokens
+        in_prompt = retained_in_prompt(length, sizes, expected.eviction)
+        rounds = retained_in_rounds(length, expected.max_tokens, sizes, expected.eviction)
         return [*in_prompt, *rounds]
 
     def drain(self) -> None:
@@ -440,7 +504,7 @@ class Server:
         if self.unfinished or self.scheduler.requests:
             raise LostError(f"never finished: {list(self.unfinished)}")
         pool = self.scheduler.kv_cache_manager.block_pool
-        (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        manager = headwise_manager(self.scheduler.kv_cache_manager)
         if pool.get_num_free_blocks() != self.settings.num_blocks - 1:
             raise LostError(f"{pool.get_num_free_blocks()} of {self.settings.num_blocks} free")
         names = manager._names

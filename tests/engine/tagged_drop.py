@@ -110,7 +110,7 @@ class TaggedDrop(Drop):
         row, cut, window = self.row, self.cut, self.settings.window
         due = [each for each in row.cuts if each.position == cut.position]
         require(due, f"{self.name} at {cut.position} is not due")
-        expected = (due[0].num_freed, due[0].tail_start)
+        expected = (due[0].first_packed, due[0].tail_start)
         got = (cut.first_packed, cut.tail_start)
         require(got == expected, f"{self.name} frees and packs {got}, not {expected}")
         # What each head of each layer retains, which later tokens will read.

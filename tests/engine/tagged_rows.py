@@ -1,6 +1,8 @@
 """Requests of the tagged worker, and what each must retain, by no formula of the package."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from vllm.v1.core.sched.output import NewRequestData
@@ -24,16 +26,25 @@ class Retained:
     Attributes:
         position: Tokens that read everything; those after them read what is retained.
         num_freed: Blocks freed then.
-        tail_start: Index of the first block after the packed ones.
+        first_packed: Index of the first packed kernel block.
+        tail_start: Index of the first kernel block after the packed ones.
     """
 
     position: int
     num_freed: int
+    first_packed: int
     tail_start: int
 
 
+class Sizes(NamedTuple):
+    """Tokens of a block, and of a kernel block, which are the entries of a page."""
+
+    block: int
+    page: int
+
+
 def retained_in_prompt(
-    num_prompt_tokens: int, block_size: int, eviction: EvictionConfig
+    num_prompt_tokens: int, sizes: Sizes, eviction: EvictionConfig
 ) -> list[Retained]:
     """The fewest whole blocks that, with the blocks of the window, meet the budget at the end.
 
@@ -45,50 +56,51 @@ def retained_in_prompt(
     if eviction.context is not None:
         # Whole blocks of the context, as far as the prompt has them.
         position = 0
-        while position + block_size <= min(eviction.context, num_prompt_tokens):
-            position += block_size
+        while position + sizes.block <= min(eviction.context, num_prompt_tokens):
+            position += sizes.block
     budget = eviction.budget
     if isinstance(budget, float):
         budget = int(np.ceil(budget * position))
     step = eviction.prompt_interval
     lengths = [length for length in range(1, position) if step and length % step == 0]
-    found = [_retained(length, block_size, step, budget + step) for length in lengths]
+    found = [_retained(length, sizes, step, budget + step) for length in lengths]
     made: list[Retained] = []
-    for each in (*found, _retained(position, block_size, eviction.window, budget)):
+    for each in (*found, _retained(position, sizes, eviction.window, budget)):
         if each and (not made or each.num_freed > made[-1].num_freed):
             made.append(each)
     return made
 
 
 def retained_in_rounds(
-    num_prompt_tokens: int, max_tokens: int, block_size: int, eviction: EvictionConfig
+    num_prompt_tokens: int, max_tokens: int, sizes: Sizes, eviction: EvictionConfig
 ) -> list[Retained]:
     """The same for what is generated: one for each round that frees more than was free before."""
     if eviction.method == "none" or not eviction.decode_budget:
         return []
-    in_prompt = retained_in_prompt(num_prompt_tokens, block_size, eviction)
+    in_prompt = retained_in_prompt(num_prompt_tokens, sizes, eviction)
     num_freed = in_prompt[-1].num_freed if in_prompt else 0
     budget, rounds = eviction.decode_budget, []
     for length in range(num_prompt_tokens + 1, num_prompt_tokens + max_tokens):
         if (length - num_prompt_tokens) % eviction.decode_interval:
             continue
-        found = _retained(length, block_size, eviction.window, budget)
+        found = _retained(length, sizes, eviction.window, budget)
         if found and found.num_freed > num_freed:
             rounds.append(found)
             num_freed = found.num_freed
     return rounds
 
 
-def _retained(position: int, block_size: int, window: int, budget: int) -> Retained | None:
+def _retained(position: int, sizes: Sizes, window: int, budget: int) -> Retained | None:
     tail_start = 0
-    while (tail_start + 1) * block_size <= position - window:
+    while (tail_start + 1) * sizes.page <= position - window:
         tail_start += 1
     first_retained = tail_start - 1
-    while first_retained > 0 and position - first_retained * block_size < budget:
+    while first_retained > 0 and position - first_retained * sizes.page < budget:
         first_retained -= 1
-    if first_retained <= 0:
-        return None
-    return Retained(position, first_retained, tail_start)
+    num_freed = 0
+    while (num_freed + 1) * sizes.block <= first_retained * sizes.page:
+        num_freed += 1
+    return Retained(position, num_freed, first_retained, tail_start) if num_freed else None
 
 
 @dataclass(frozen=True)
@@ -134,22 +146,36 @@ class Row:
     """A request as the model runner knows it: its tokens, their tags and its block table."""
 
     def __init__(
-        self, new: NewRequestData, eviction: EvictionConfig, block_size: int, max_len: int
+        self, new: NewRequestData, eviction: EvictionConfig, sizes: Sizes, max_len: int
     ) -> None:
         prompt = new.prompt_token_ids or []
         self.request_id, self.num_prompt_tokens = new.req_id, len(prompt)
         self.eviction = eviction
-        self.tokens, self.table = list(prompt), list(new.block_ids[0])
+        self.tokens, self._parts = list(prompt), sizes.block // sizes.page
+        self.table: list[int] = []
+        self.beside: list[int] = []
+        self.add_blocks(new.block_ids)
         self.num_computed, self.num_new = new.num_computed_tokens, 0
         self.tags = np.zeros(max_len + 1, dtype=np.int64)
         self.num_tagged = 0
-        self.in_prompt = retained_in_prompt(len(prompt), block_size, eviction)
+        self.in_prompt = retained_in_prompt(len(prompt), sizes, eviction)
         assert new.sampling_params is not None
         max_tokens = new.sampling_params.max_tokens or 0
-        self.rounds = retained_in_rounds(len(prompt), max_tokens, block_size, eviction)
+        self.rounds = retained_in_rounds(len(prompt), max_tokens, sizes, eviction)
         self.sparse = sparse_span(len(prompt), self.first, eviction)
         self.packed: list[list[np.ndarray]] = []
         self.packed_position = -1
+
+    def add_blocks(self, block_ids: Sequence[list[int]], is_new: bool = False) -> None:
+        """Takes further blocks: kernel blocks of those that drop entries, and those beside."""
+        if is_new:
+            self.table, self.beside = [], []
+        own, *beside = block_ids
+        self.table += [
+            block_id * self._parts + part for block_id in own for part in range(self._parts)
+        ]
+        for blocks in beside:
+            self.beside += blocks
 
     @property
     def retained(self) -> Retained | None:

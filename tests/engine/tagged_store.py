@@ -136,7 +136,7 @@ class TaggedStore:
 
     def save(self) -> None:
         """Notes what was packed beside the file."""
-        for request, cut, _ in self.state.completed:
+        for request, cut, *_ in self.state.completed:
             if request.stored_as is not None and cut is request.plan.context_cut:
                 first = request.progress.block_ids[cut.first_packed]
                 self.folder.packed[request.stored_as] = self.packed_at[first]

@@ -16,8 +16,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from tests.engine.tagged_beside import TaggedBystander
 from tests.engine.tagged_drop import CODES, NUM_KV_HEADS, NUM_LAYERS, TaggedDrop, TaggedLayer
-from tests.engine.tagged_rows import Row, require
+from tests.engine.tagged_rows import Row, Sizes, require
 from tests.engine.tagged_store import MemoryFolder, TaggedStore
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.drop.due import DueDrops
@@ -43,35 +44,41 @@ class TaggedWorker:
     Args:
         eviction: The server's configuration.
         num_blocks: Blocks of the cache.
-        block_size: Tokens per block.
+        sizes: Tokens of its blocks and kernel blocks.
         max_len: Longest request.
         sample: `sample(request_id, index)`: the output token of a request at an index.
         eviction_of: The configuration that each request must be served with, by its id.
         random: Shuffles rows and draws what is retained.
         splitter_class: Splits batches as on a host or as on a device.
         folder: Where compressed contexts are stored, or None.
+        beside: Tokens of a block and of the window of layers that drop nothing; None for a state's.
     """
 
     def __init__(
         self,
         eviction: EvictionConfig,
         num_blocks: int,
-        block_size: int,
+        sizes: Sizes,
         max_len: int,
         sample: Callable[[str, int], int],
         eviction_of: Callable[[str], EvictionConfig],
         random: Random,
         splitter_class: type[Splitter] = Splitter,
         folder: MemoryFolder | None = None,
+        beside: tuple[int, int | None] | None = None,
     ) -> None:
+        block_size = sizes.page  # the model's layers know kernel blocks alone
         self.eviction, self.block_size, self.max_len = eviction, block_size, max_len
+        self.sizes, per_block = sizes, sizes.block // sizes.page
+        num_blocks *= per_block
         self.sample, self.eviction_of, self.random = sample, eviction_of, random
         self.requests: dict[str, Row] = {}
         self.rows: list[Row] = []
         self.damaged: set[str] = set()  # requests that may read what they like
         self.cache = np.zeros((NUM_LAYERS, num_blocks, NUM_KV_HEADS, block_size), dtype=np.int64)
         self.state = RetentionState(num_blocks, NUM_LAYERS, NUM_KV_HEADS)
-        self.live = LiveRequests(eviction, block_size)
+        self.live = LiveRequests(eviction, *sizes)
+        self.bystander = beside and TaggedBystander(self.cache, per_block, *beside)
         self.layers = [TaggedLayer(self.cache, index) for index in range(NUM_LAYERS)]
         self.splitter = splitter_class(
             self.state, lambda _: [self.live[row.request_id] for row in self.rows], block_size
@@ -120,7 +127,7 @@ class TaggedWorker:
             self.requests.pop(request_id, None)
         for new in output.scheduled_new_reqs:
             eviction = self.eviction_of(new.req_id)
-            self.requests[new.req_id] = Row(new, eviction, self.block_size, self.max_len)
+            self.requests[new.req_id] = Row(new, eviction, self.sizes, self.max_len)
         cached = output.scheduled_cached_reqs
         for request_id, blocks, num_computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
@@ -129,10 +136,11 @@ class TaggedWorker:
             row.num_computed = num_computed
             if request_id in cached.resumed_req_ids:
                 assert blocks is not None
-                row.table, row.tokens = list(blocks[0]), list(cached.all_token_ids[request_id])
+                row.add_blocks(blocks, is_new=True)
+                row.tokens = list(cached.all_token_ids[request_id])
                 row.num_tagged = min(row.num_tagged, len(row.tokens))
             elif blocks is not None:
-                row.table += blocks[0]
+                row.add_blocks(blocks)
         begun = {new.req_id for new in output.scheduled_new_reqs} | cached.resumed_req_ids
         for row in self.requests.values():
             row.num_new = output.num_scheduled_tokens.get(row.request_id, 0)
@@ -154,7 +162,7 @@ class TaggedWorker:
         if row.retained is None or row.num_computed < row.retained.position:
             return
         row.packed_position = row.retained.position
-        found, row.packed = self.packed_at.get(row.table[row.retained.num_freed], ((), []))
+        found, row.packed = self.packed_at.get(row.table[row.retained.first_packed], ((), []))
         require(found == row.context, f"decoding of {row.request_id} found another context")
         self.num_contexts_found += 1
         self.num_turns_found += row.num_computed > row.retained.position
@@ -198,11 +206,17 @@ class TaggedWorker:
         query_start = np.concatenate(([0], query_lens.cumsum())).astype(np.int32)
         common = self._metadata(query_start)
         split = self.splitter.split(common)
+        if self.bystander:
+            self.bystander.read_states(self.rows)
+            self.bystander.write(self.rows)
         for row in self.rows:
             positions = np.arange(row.num_computed, row.seq_len)
             blocks = np.array(row.table)[positions // self.block_size]
-            require((blocks > 0).all(), row.request_id, "writes to the null block")
+            is_null = blocks < self.sizes.block // self.sizes.page
+            require(not is_null.any(), row.request_id, "writes to the null block")
             self.cache[:, blocks, :, positions % self.block_size] = self._entries(row, positions)
+        if self.bystander:
+            self.bystander.read_windows(self.rows)
         if split is None:
             split = Split([StockPart(None, common)], [], [], [])
         self._read_stock(split)

@@ -102,7 +102,8 @@ def test_model_runner_v2_sends_reports_with_the_output(
 ) -> None:
     prompt = Request(planned(200, BLOCK_SIZE, EVICTION))
     assert prompt.border
-    completed = [Made(prompt, prompt.border, prompt.border.first_packed)]
+    freed = prompt.border.first_packed  # pages are blocks
+    completed = [Made(prompt, prompt.border, freed, freed)]
     state = SimpleNamespace(completed=completed, selection_seconds=0.25, num_evicted=1)
     worker._states = [state]
     worker.use_v2_model_runner = True
@@ -112,7 +113,7 @@ def test_model_runner_v2_sends_reports_with_the_output(
     worker.execute_model(scheduled())
     assert worker.sample_tokens(None) is output
     stats = result.kv_connector_output.kv_connector_stats.data[CONFIG_KEY]
-    assert stats["prompts"] == [[200, prompt.border.first_packed]]
+    assert stats["prompts"] == [[200, freed, freed]]
     assert stats["selection_seconds"] == 0.25
     result.kv_connector_output = None
     worker.execute_model(scheduled())

@@ -1,15 +1,17 @@
 """Models with other layers beside full attention, whose entries are the only ones that drop."""
 
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from vllm.model_executor.models.lfm2 import Lfm2Attention
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.all_methods import EVICTION, check_method, engines_of, serve_all_methods
-from tests.engine.conftest import Engine, EngineFactory
+from tests.engine.conftest import Answer, Engine, EngineFactory
 from tests.engine.float64 import num_packed, tail_begin
 from tests.engine.hybrid_model import HybridModel
 from tests.engine.random_hybrids import (
@@ -19,9 +21,10 @@ from tests.engine.random_hybrids import (
     lfm2,
     mended_lfm2_attention,
     nemotron_h,
+    qwen3_next,
     saved,
 )
-from tests.engine.random_models import random_prompts
+from tests.engine.random_models import SHAPE, random_prompts
 from tests.method_cases import MethodCase
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
 
@@ -29,6 +32,8 @@ pytestmark = pytest.mark.xdist_group("hybrids")
 PAGE_SIZE = 32
 NOTHING_DROPPED = {"kv_eviction": "none"}
 CASES = [MethodCase(name) for name in ("adakv-perturb", "snapkv", "h2o", "layer-thetakv")]
+
+BEHIND_GATES = [MethodCase(name) for name in ("adakv", "snapkv", "h2o", "layer-keydiff")]
 
 
 class Family(NamedTuple):
@@ -40,8 +45,8 @@ class Family(NamedTuple):
         block_size: Tokens of a block, which is as large as a state.
         caches: Whether prompts are cached.
         aligned_hits: Of what hits are multiples.
-        token_bytes: Bytes of a token in its layers of a group, in float32; groups lie one over the
-            other.
+        token_bytes: Bytes of a token in its layers of a group; groups lie one over the other.
+        dtype: In which it is served.
     """
 
     make: Any
@@ -50,6 +55,28 @@ class Family(NamedTuple):
     caches: bool = False
     aligned_hits: int = 32
     token_bytes: int = 2048
+    dtype: str = "float32"
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether vLLM serves it in bfloat16 alone."""
+        return self.dtype == "bfloat16"
+
+    @property
+    def cases(self) -> list[MethodCase]:
+        """Methods: behind a gate no norms of projected values are known."""
+        return BEHIND_GATES if self.is_rough else CASES
+
+    def assert_same(self, answers: list[Answer], expected: list[Answer]) -> None:
+        """Compares answers that were computed in other batches, or from hits."""
+        if not self.is_rough:
+            assert answers == expected
+            return
+        for answer, other in zip(answers, expected, strict=True):
+            pairs = zip(answer.token_ids, other.token_ids, strict=True)
+            num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            assert num_same > 2
+            assert answer.logprobs[:num_same] == pytest.approx(other.logprobs[:num_same], abs=0.2)
 
 
 FAMILIES = {
@@ -58,6 +85,7 @@ FAMILIES = {
     "granite": Family(granite_h, [1, 3], 96),
     "falcon": Family(falcon_h1, [0, 1], 96),
     "nemotron": Family(nemotron_h, [2, 5], 96),
+    "qwen3_next": Family(qwen3_next, [2, 5], 96, True, 96, 1024, "bfloat16"),
 }
 
 
@@ -68,35 +96,45 @@ class Hybrid(NamedTuple):
     folder: Path
     start: EngineFactory
 
+    @property
+    def block_bytes(self) -> int:
+        """What a block takes."""
+        return self.family.block_size * self.family.token_bytes
+
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def hybrid(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Hybrid]:
     family = FAMILIES[request.param]
-    folder = saved(family.make, tmp_path_factory.mktemp(request.param) / request.param)
+    dtype = getattr(torch, family.dtype)
+    folder = saved(family.make, tmp_path_factory.mktemp(request.param) / request.param, dtype)
 
-    def start(eviction: dict[str, Any] | None, num_blocks: int, **settings: Any) -> Any:
+    def start(eviction: dict[str, Any] | None, num_blocks: int = 0, **settings: Any) -> Any:
         if eviction is not None:
-            eviction = {"probe": None, "check_integrity": True, **eviction}
-        settings = {"enable_prefix_caching": family.caches, **settings}
+            ours = {"method": family.cases[0].method, "probe": None, "check_integrity": True}
+            eviction = ours | eviction
         # What lies beside takes blocks, too.
         num_bytes = max(num_blocks, 80) * family.block_size * family.token_bytes
-        return start_engine(eviction, num_blocks, kv_cache_memory_bytes=num_bytes, **settings)
+        defaults = {"enable_prefix_caching": family.caches, "dtype": family.dtype}
+        settings = {"kv_cache_memory_bytes": num_bytes, **defaults, **settings}
+        return start_engine(eviction, num_blocks, **settings)
 
     with engines_of(folder) as start_engine, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lfm2Attention, "forward", mended_lfm2_attention)
         yield Hybrid(family, folder, start)
 
 
-caching = pytest.mark.parametrize("hybrid", ["lfm2", "gemma4"], indirect=True)
+caching = pytest.mark.parametrize("hybrid", ["lfm2", "gemma4", "qwen3_next"], indirect=True)
 """Of Mamba 2 vLLM's CPU code caches no prompts: it has no states inside a chunk."""
 
 
 def test_full_attention_drops_as_the_reference_and_states_stay(hybrid: Hybrid) -> None:
-    served = serve_all_methods(hybrid.start, CASES)
-    for index in range(len(CASES)):
-        check_method(index, served, hybrid.folder, hybrid.family.full_attention, CASES, HybridModel)
+    family, cases = hybrid.family, hybrid.family.cases
+    served = serve_all_methods(hybrid.start, cases)
+    reference = HybridModel, family.is_rough
+    for index in range(len(cases)):
+        check_method(index, served, hybrid.folder, family.full_attention, cases, *reference)
 
 
 def headwise(engine: Engine) -> HeadwiseManager:
@@ -119,16 +157,52 @@ def test_nothing_dropped_is_stock_and_freed_blocks_are_those_of_whole_pages(
 
     with hybrid.start(None, 40) as engine:
         expected = engine.generate(prompts, 20)
-    with hybrid.start({**EVICTION, "method": "none"}, 40) as engine:
+    with hybrid.start({**EVICTION, "method": "none"}, 40, disable_log_stats=False) as engine:
         assert engine.generate(prompts, 20) == expected
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Scheduler, "schedule", record)
             engine.generate(prompts[2:], 2, [{"kv_eviction": "snapkv"}])
         assert headwise(engine).sizes == (hybrid.family.block_size, PAGE_SIZE)
         assert engine.blocks_in_use() == 0
+        counted = {metric.name: metric for metric in engine.llm.get_metrics()}
     first_packed = tail_begin(500) // PAGE_SIZE - num_packed(500)
-    assert max(held) == [first_packed * PAGE_SIZE // hybrid.family.block_size]
+    num_freed = first_packed * PAGE_SIZE // hybrid.family.block_size
+    assert max(held) == [num_freed]
     assert first_packed == 10
+    num_dropped = first_packed * PAGE_SIZE
+    num_heads = SHAPE["num_key_value_heads"] * len(hybrid.family.full_attention)
+    for name, number in {
+        "dropped_entries": num_dropped * num_heads,
+        "freed_blocks": num_freed,
+        "freed_bytes": num_freed * hybrid.family.block_size * hybrid.family.token_bytes,
+    }.items():
+        assert counted[f"vllm:kv_eviction_{name}"].value == number
+    assert counted["vllm:kv_eviction_retained_ratio"].sum == pytest.approx(1 - num_dropped / 500)
+
+
+BOUNDED = {
+    "method": "adakv",
+    "budget": 96,
+    "prompt_interval": 64,
+    "decode_budget": 96,
+    "decode_interval": 64,
+    "allow_override": ["method"],
+}
+
+
+@pytest.mark.parametrize("hybrid", ["lfm2", "gemma4", "granite"], indirect=True)
+def test_who_would_fit_without_states_and_windows_alone_is_refused(hybrid: Hybrid) -> None:
+    """It would wait for ever: their blocks are of the same pool."""
+    prompt, short = random_prompts([900, 300])
+    most = -(-1000 // hybrid.family.block_size)
+    in_pool = {"kv_cache_memory_bytes": (most + 1) * hybrid.block_bytes}  # one is the null block
+    with hybrid.start(BOUNDED, max_num_batched_tokens=128, **in_pool) as engine:
+        (answer,) = engine.generate([prompt], 20)
+        assert len(answer.token_ids) == 20
+        with pytest.raises(ValueError, match=rf"needs {most} blocks at once, and the KV cache has"):
+            engine.generate([short], 700, [NOTHING_DROPPED])
+        assert engine.generate([short], 3, [NOTHING_DROPPED])
+        assert engine.blocks_in_use() == 0
 
 
 @caching
@@ -137,11 +211,11 @@ def test_the_same_request_again_finds_entries_and_states_at_once(hybrid: Hybrid)
     with hybrid.start(EVICTION, 80) as engine:
         hits = engine.record_hits()
         first = engine.generate_alone(prompts, 40)
-        assert engine.generate_alone(prompts, 40) == first
+        hybrid.family.assert_same(engine.generate_alone(prompts, 40), first)
         # One that drops nothing hashes all of its blocks, and finds no more than others computed
         # before they dropped.
         engine.generate(prompts, 1, [NOTHING_DROPPED] * 2)
-        assert engine.generate(prompts, 40) == first
+        hybrid.family.assert_same(engine.generate(prompts, 40), first)
     packed = [tail_begin(len(p)) - num_packed(len(p)) * PAGE_SIZE for p in prompts]
     found = [length - length % hybrid.family.aligned_hits for length in packed]
     assert hits == [0, 0, *found, *found, *found]
@@ -157,4 +231,4 @@ def test_states_after_dropping_are_found_by_nobody(hybrid: Hybrid) -> None:
         engine.generate([turns[0]], 1, [NOTHING_DROPPED])
         (again,) = engine.generate([turns[1]], 20, [NOTHING_DROPPED])
     with hybrid.start(None, 80, enable_prefix_caching=False) as engine:
-        assert [again] == engine.generate([turns[1]], 20)
+        hybrid.family.assert_same([again], engine.generate([turns[1]], 20))

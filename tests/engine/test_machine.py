@@ -126,6 +126,8 @@ def test_ten_thousand_steps(request: pytest.FixtureRequest) -> None:
         "turns found",
         "sparse segments",
         "hits in sparse parts",
+        "read beside",
+        "pages of larger blocks packed",
         "settings refused",
         "aborted",
         "finished: stop",

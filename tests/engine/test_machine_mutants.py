@@ -29,7 +29,7 @@ from vllm_kvselect.engine.drop.page_tables import SettledRows
 from vllm_kvselect.engine.drop.request import LiveRequests, Request
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.scheduler import block_manager, contexts
-from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
+from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager, StateManager
 from vllm_kvselect.engine.scheduler.contexts import ContextNames
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
 from vllm_kvselect.engine.step import sparse as step_sparse
@@ -455,6 +455,36 @@ def choose_blocks_of_the_segment_itself(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step_sparse, "most_critical", critical)
 
 
+def free_a_block_that_a_page_needs(patch: pytest.MonkeyPatch) -> None:
+    rounded_up = property(lambda cut: -(-cut.first_packed // cut.per_block))
+    patch.setattr(Cut, "num_freed", rounded_up)
+
+
+def take_pages_for_blocks(patch: pytest.MonkeyPatch) -> None:
+    def kernel_blocks(self: LiveRequests, tables: Any) -> list[int]:
+        block_ids = [] if tables is None else tables[0]
+        return [block_id + part for block_id in block_ids for part in range(self._per_block)]
+
+    patch.setattr(LiveRequests, "_kernel_blocks", kernel_blocks)
+
+
+def pack_into_blocks_beside(patch: pytest.MonkeyPatch) -> None:
+    def kernel_blocks(self: LiveRequests, tables: Any) -> list[int]:
+        return take(self, tables and tables[::-1])
+
+    take = LiveRequests._kernel_blocks
+    patch.setattr(LiveRequests, "_kernel_blocks", kernel_blocks)
+
+
+def find_hits_without_their_states(patch: pytest.MonkeyPatch) -> None:
+    def without_state(*args: Any, block_pool: BlockPool, **kwargs: Any) -> Any:
+        blocks, num_tokens = find(*args, block_pool=block_pool, **kwargs)
+        return tuple([block_pool.null_block] * len(group) for group in blocks), num_tokens
+
+    find = StateManager.find_longest_cache_hit
+    patch.setattr(StateManager, "find_longest_cache_hit", without_state)
+
+
 Errors = type[Exception] | tuple[type[Exception], ...]
 Mutant = tuple[Callable[[pytest.MonkeyPatch], None], Errors, str]
 
@@ -465,6 +495,26 @@ PAST_A_CUT = (IntegrityError, RuntimeError), "runs past|bounded"
 """A splitter that refuses, or blocks that a chunk took before those of the cut were given back."""
 
 MUTANTS: dict[str, Mutant] = {
+    "a block freed that a page still needs": (
+        free_a_block_that_a_page_needs,
+        (IntegrityError, LostError, WrongEntryError),
+        "freed|pages|holds|frees and packs|wrong entr",
+    ),
+    "a page addressed with a block's stride": (
+        take_pages_for_blocks,
+        (IndexError, WrongEntryError),
+        "a round of|selection of|wrong entr|out of bounds",
+    ),
+    "packed into blocks of layers beside": (
+        pack_into_blocks_beside,
+        (IndexError, RuntimeError, WrongEntryError),
+        r"\S",
+    ),
+    "a hit without the state behind it": (
+        find_hits_without_their_states,
+        (AssertionError, WrongEntryError),
+        "beside",
+    ),
     "a packed block left hashed": (hash_the_first_packed_block, IntegrityError, "private"),
     "the hit cap taken from num_tokens": (
         cap_hits_by_the_tokens_so_far,

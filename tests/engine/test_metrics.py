@@ -6,7 +6,7 @@ from vllm_kvselect.engine.report import ContextReport, StepReport
 
 
 def test_a_report_arrives_as_it_was_sent_and_only_once() -> None:
-    report = StepReport([[1500, 38], [700, 13]], [6, 6, 7], [4, 4], [[960, 20]], 0.25, 51)
+    report = StepReport([[1500, 9, 38]], [6, 6, 7], [[4, 16], [4, 17]], [[960, 20]], 0.25, 51)
     envelope = report.as_connector_output().kv_connector_stats
     assert envelope is not None
     stats = SchedulerStats(kv_connector_stats=envelope.to_dict())

@@ -32,6 +32,7 @@ WHERE = {
     "AttentionImpl": "vllm.v1.attention.backend:AttentionImpl",
     "BaseServing": "vllm.entrypoints.serve.engine.serving:BaseServing",
     "BlockPool": "vllm.v1.core.block_pool:BlockPool",
+    "CacheConfig": "vllm.config:CacheConfig",
     "CachedRequestData": "vllm.v1.core.sched.output:CachedRequestData",
     "CommonAttentionMetadata": "vllm.v1.attention.backend:CommonAttentionMetadata",
     "CompilationConfig": "vllm.config:CompilationConfig",

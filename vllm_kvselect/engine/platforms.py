@@ -77,11 +77,20 @@ def platform() -> Platform | None:
     return PLATFORMS.get(platform_name())
 
 
+def block_size_of(vllm_config: VllmConfig) -> int:
+    """Tokens per block of the layers that drop entries, as far as it is known.
+
+    vLLM may enlarge blocks for what lies beside these layers, once the model is loaded.
+    """
+    cache = vllm_config.cache_config
+    return int(cache.effective_attention_block_size or cache.block_size)
+
+
 def page_size_of(vllm_config: VllmConfig) -> int:
     """Entries per page: where the platform says so, of blocks of any size."""
     here = platform()
     fixed = here.page_size if here is not None else None
-    return int(fixed or vllm_config.cache_config.block_size)
+    return int(fixed or block_size_of(vllm_config))
 
 
 def has_fp8_caches() -> bool:

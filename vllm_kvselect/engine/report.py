@@ -21,11 +21,11 @@ class StepReport:
     """What a worker did in one step; plain values, since it crosses processes.
 
     Attributes:
-        prompts: `[prompt length in tokens, blocks freed]` of each prompt packed for the first time,
-            cuts in it included.
+        prompts: `[prompt length in tokens, blocks freed, pages dropped of each head]` of each
+            prompt packed for the first time, cuts in it included.
         in_prompts: Blocks freed at each cut in a prompt before its last one; those that a preempted
             request makes again are left out.
-        rounds: Blocks freed in each round, likewise.
+        rounds: `[blocks freed, pages dropped of each head]` in each round, likewise.
         contexts: `[tokens found, blocks dropped]` of each request that found its context.
         selection_seconds: Time spent scoring, selecting and packing, in all layers, since the last
             report; rounds included, and prompts that ended before they were packed.
@@ -39,7 +39,7 @@ class StepReport:
 
     prompts: list[list[int]]
     in_prompts: list[int]
-    rounds: list[int]
+    rounds: list[list[int]]
     contexts: list[list[int]]
     selection_seconds: float
     num_saved_blocks: int

@@ -17,11 +17,13 @@ class Made(NamedTuple):
         request: The request.
         cut: The cut.
         num_freed: Blocks that it frees, those of the cut before left out.
+        num_dropped: Pages of each head whose entries it drops, likewise.
     """
 
     request: Request
     cut: Cut
     num_freed: int
+    num_dropped: int
 
 
 class RetentionState:
@@ -109,8 +111,10 @@ class RetentionState:
         self.version += 1
         self.num_evicted += request.completes_prompt(cut)
         if request.progress.num_made >= request.num_reported:
-            before = request.last_cut.num_freed if request.last_cut else 0
-            self.completed.append(Made(request, cut, cut.num_freed - before))
+            freed, dropped = cut.num_freed, cut.first_packed
+            if (before := request.last_cut) is not None:
+                freed, dropped = freed - before.num_freed, dropped - before.first_packed
+            self.completed.append(Made(request, cut, freed, dropped))
             request.num_reported = request.progress.num_made + 1
         longest_run = None
         if cut is not request.plan.cuts[-1]:

@@ -14,6 +14,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_kvselect.engine.frontend.arguments import server_config
 from vllm_kvselect.engine.frontend.start_up import block_bytes, block_entries
+from vllm_kvselect.engine.platforms import block_size_of, page_size_of
 from vllm_kvselect.engine.report import ContextReport, StepReport
 from vllm_kvselect.request import REFUSAL_REASONS, RefusalReason
 
@@ -31,8 +32,9 @@ class EvictionStatLogger(AggregateStatLoggerBase):
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         model = vllm_config.model_config
-        self._block_size = vllm_config.cache_config.block_size
-        self._entries_per_block = block_entries(vllm_config)
+        self._page_size = page_size_of(vllm_config)
+        num_pages = block_size_of(vllm_config) // self._page_size
+        self._entries_per_page = block_entries(vllm_config) // num_pages
         self._bytes_per_block = block_bytes(vllm_config)
         labels = {index: [model.served_model_name, str(index)] for index in engine_indexes}
 
@@ -128,19 +130,19 @@ class EvictionStatLogger(AggregateStatLoggerBase):
             self._record(report, engine_idx)
 
     def _record(self, report: StepReport, engine_idx: int) -> None:
-        for num_prompt_tokens, num_blocks in report.prompts:
+        for num_prompt_tokens, num_blocks, num_pages in report.prompts:
             self._requests[engine_idx].inc()
-            self._entries[engine_idx].inc(num_blocks * self._entries_per_block)
+            self._entries[engine_idx].inc(num_pages * self._entries_per_page)
             self._blocks[engine_idx].inc(num_blocks)
             self._bytes[engine_idx].inc(num_blocks * self._bytes_per_block)
-            num_dropped = num_blocks * self._block_size
+            num_dropped = num_pages * self._page_size
             self._ratios[engine_idx].observe(1 - num_dropped / num_prompt_tokens)
         for num_blocks in report.in_prompts:
             self._prompt_cuts[engine_idx].inc()
             self._prompt_blocks[engine_idx].inc(num_blocks)
-        for num_blocks in report.rounds:
+        for num_blocks, num_pages in report.rounds:
             self._rounds[engine_idx].inc()
-            self._round_entries[engine_idx].inc(num_blocks * self._entries_per_block)
+            self._round_entries[engine_idx].inc(num_pages * self._entries_per_page)
             self._round_blocks[engine_idx].inc(num_blocks)
         for num_tokens, num_blocks in report.contexts:
             self._context_hits[engine_idx].inc()

@@ -14,7 +14,8 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.frontend.arguments import server_config
 from vllm_kvselect.engine.frontend.checks import settings_problems
 from vllm_kvselect.engine.frontend.metrics import EvictionStatLogger
-from vllm_kvselect.engine.platforms import page_size_of
+from vllm_kvselect.engine.platforms import block_size_of, page_size_of
+from vllm_kvselect.planning.cuts import most_blocks
 from vllm_kvselect.planning.plan import plan
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.request import (
@@ -181,12 +182,13 @@ def _refuse_too_large(engine: Any, server: EvictionConfig, prompt: Any, params: 
     need not, and then a request must be bounded, too.
     """
     config = engine.vllm_config
-    block_size, max_model_len = config.cache_config.block_size, config.model_config.max_model_len
+    block_size, max_model_len = block_size_of(config), config.model_config.max_model_len
     if not (num_blocks := config.cache_config.num_gpu_blocks):
         return  # an engine that has no cache yet
     # Of all engines that this front end talks to together; they are alike. One is the null block.
     num_engines = len(getattr(engine.engine_core, "core_engines", ())) or 1
-    num_blocks = num_blocks // num_engines - 1
+    num_blocks = num_blocks // num_engines
+    num_blocks -= 1 + _num_beside(config, server, num_blocks)
     if num_blocks * block_size >= max_model_len:
         return
     if isinstance(prompt, EngineCoreRequest):
@@ -209,6 +211,25 @@ def _refuse_too_large(engine: Any, server: EvictionConfig, prompt: Any, params: 
             "too_large",
             is_field=True,
         )
+
+
+def _num_beside(config: VllmConfig, server: EvictionConfig, num_blocks: int) -> int:
+    """The most blocks that a request holds of layers that drop nothing.
+
+    They are what vLLM counted of the longest request, beside its layers that drop entries. Their
+    kinds are known to the engines alone.
+
+    Args:
+        config: vLLM's configuration.
+        server: The server's own.
+        num_blocks: Blocks of an engine.
+    """
+    num_requests = config.cache_config.kv_cache_max_concurrency
+    if not num_requests:
+        return 0
+    lengths = config.model_config.max_model_len, block_size_of(config)
+    num_dropping = most_blocks(*lengths, server, config.max_concurrent_batches - 1)
+    return round(num_blocks / num_requests) - num_dropping
 
 
 def _refuse_input_streams(prompt: Any) -> None:

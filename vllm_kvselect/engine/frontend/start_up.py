@@ -7,7 +7,7 @@ from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from vllm_kvselect.config import EvictionConfig, Prefill
 from vllm_kvselect.engine.models import layer_types
-from vllm_kvselect.engine.platforms import page_size_of, platform_name
+from vllm_kvselect.engine.platforms import block_size_of, page_size_of, platform_name
 from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.planning.cuts import Cuts, budget_entries, cuts
 from vllm_kvselect.registry import METHODS
@@ -174,7 +174,7 @@ def block_entries(vllm_config: VllmConfig) -> int:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     num_layers = layer_types(vllm_config).count("full_attention")
     num_heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
-    return vllm_config.cache_config.block_size * num_layers * num_heads
+    return block_size_of(vllm_config) * num_layers * num_heads
 
 
 def block_bytes(vllm_config: VllmConfig) -> int:

@@ -61,7 +61,7 @@ class StoredContexts:
         Args:
             made: Cuts that were made.
         """
-        for request, cut, _ in made:
+        for request, cut, *_ in made:
             name, plan = request.stored_as, request.plan
             if name is None or not plan.has_context or cut is not plan.context_cut:
                 continue

@@ -250,13 +250,14 @@ class EvictionWorker(ABC):
                 request.num_reported = 1
         self._found = []
         prompts, in_prompts, rounds = [], [], []
-        for request, cut, num_freed in made:
+        for request, cut, num_freed, num_dropped in made:
             if request.completes_prompt(cut):
-                prompts.append([request.plan.num_prompt_tokens, cut.num_freed])
+                of_all = cut.num_freed, cut.first_packed
+                prompts.append([request.plan.num_prompt_tokens, *of_all])
             elif cut.position <= request.plan.num_prompt_tokens:
                 in_prompts.append(num_freed)
             else:
-                rounds.append(num_freed)
+                rounds.append([num_freed, num_dropped])
         plans = self._requests.take_new_plans() if self._eviction.check_integrity else {}
         num_saved_blocks, seconds = self._requests.num_saved_blocks, self._selection_seconds
         selection_seconds = seconds - self._reported_seconds
