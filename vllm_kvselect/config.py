@@ -286,13 +286,6 @@ class EvictionConfig(BaseModel):
         return self.may_evict or self.may_prefill_sparsely
 
     @property
-    def may_pool(self) -> bool:
-        """Whether some request may run with a method whose layers share pages."""
-        if "method" in self.allow_override:
-            return True
-        return self.enabled and KNOWN_METHODS[self.method].pooled
-
-    @property
     def may_make_rounds(self) -> bool:
         """Whether some request may be cut again while it generates."""
         return self.may_evict and bool(self.decode_budget or "decode_budget" in self.allow_override)

@@ -23,7 +23,6 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
@@ -258,7 +257,7 @@ class Server:
         settings: What the server is started with.
         seed: Shuffles the rows of its batches.
         seen: Counts what happens.
-        scheduler_class: By default vLLM's own, or the one that a pool needs.
+        scheduler_class: By default ours.
     """
 
     def __init__(
@@ -269,12 +268,8 @@ class Server:
         scheduler_class: type[Scheduler] | None = None,
     ) -> None:
         self.settings, self.seen = settings, Counter() if seen is None else seen
-        stock = AsyncScheduler if settings.async_scheduling else Scheduler
-        needs = settings.eviction
-        is_cut = needs.may_pool or needs.may_share or needs.may_drop_again
-        if is_cut or needs.may_prefill_sparsely:
-            stock = CutAsyncScheduler if settings.async_scheduling else CutScheduler
-        self.scheduler = make_scheduler(settings, scheduler_class or stock)
+        ours = CutAsyncScheduler if settings.async_scheduling else CutScheduler
+        self.scheduler = make_scheduler(settings, scheduler_class or ours)
         folder = MemoryFolder(Random(seed)) if settings.stores else None
         if folder is not None:
             self.loads._folder = folder

@@ -25,7 +25,11 @@ from tests.load.mixture import (
     serve_alone,
 )
 
-LIMITS: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "disable_log_stats": False}
+LIMITS: dict[str, Any] = {
+    "max_model_len": MAX_MODEL_LEN,
+    "disable_log_stats": False,
+    "skip_tokenizer_init": False,  # some requests ask for structured outputs
+}
 # Chunks that cut observation windows, and a pool with little room beside the longest request.
 CROWDED: dict[str, Any] = {**LIMITS, "max_num_batched_tokens": 150, "max_num_seqs": 8}
 NUM_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 8

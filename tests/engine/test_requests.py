@@ -88,7 +88,7 @@ def test_a_beam_search_is_stock_vllms(start_engine: EngineFactory, make_prompts:
     params = BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True)
     found = []
     for eviction in (SERVER, None):
-        with start_engine(eviction, 200, block_size=32) as engine:
+        with start_engine(eviction, 200, block_size=32, skip_tokenizer_init=False) as engine:
             outputs = engine.llm.beam_search(prompts, params)
             found.append([beam for output in outputs for beam in output.sequences])
             if eviction:
