@@ -5,7 +5,7 @@ from pathlib import Path
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_kvselect.config import ConfigError, EvictionConfig, Prefill
 from vllm_kvselect.engine.cuda import xformers_attention
