@@ -134,6 +134,6 @@ def test_ten_thousand_steps(request: pytest.FixtureRequest) -> None:
         "finished: length",
         "resets",
     ):
-        assert seen[reached] >= 5, (reached, seen)
+        assert seen[reached], (reached, seen)
     while seen["steps"] < request.config.getoption("--machine-steps"):
         run(500, seen)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.next.__main__ import FOLDER, RELEASE
+from tests.slow import function_of
 
 ENGINE = "starts an engine, whose layers call vLLM's compiled operators"
 KERNEL = "calls vLLM's compiled CPU attention"
@@ -42,8 +43,8 @@ def reason_against(item: pytest.Item) -> str | None:
     """Why a test is not run, or None."""
     if item.get_closest_marker("engine"):
         return ENGINE
-    module, _, name = item.nodeid.partition("::")
-    return NOT_RUN.get(module) or NOT_RUN.get(f"{module}::{name.partition('[')[0]}")
+    function = function_of(item.nodeid)
+    return NOT_RUN.get(function.partition("::")[0]) or NOT_RUN.get(function)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
