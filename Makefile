@@ -41,7 +41,7 @@ serve: install ## serve the small model on 127.0.0.1 with eviction (PORT=8000, A
 		&& exec $(BIN)/vllm serve "$$model" --dtype "$$dtype" $(SERVE_FLAGS) --port $(PORT) $(ARGS)
 
 fast: develop ## the tests that neither start an engine nor are slow: under a minute
-	$(BIN)/pytest -n 2 --dist loadgroup -m 'not engine and not slow' $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'not engine and not slow and not load' $(ARGS)
 
 test: lint docs ## lint, build the documentation, then run all tests (ARGS=pytest's options)
 	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
@@ -49,7 +49,8 @@ test: lint docs ## lint, build the documentation, then run all tests (ARGS=pytes
 test-next: develop ## the tests that need no compiled code, on a newer vLLM (ARGS=pytest's options)
 	$(BIN)/python -m tests.next -n 2 --dist loadgroup $(ARGS)
 
-load: develop ## load tests: a server, then crowded engines; some ten minutes on two cores
+load: develop ## a crowded server, crowded engines, and tests that take too long for `make test`
+	$(BIN)/pytest -n 2 --dist loadgroup -m load
 	$(BIN)/python -m tests.load.soak --minutes 5
 	$(BIN)/python -m tests.load.equivalence --num-requests 500 --num-distinct 100
 

@@ -38,7 +38,14 @@ BUT_PREFILL = tuple(name for name in OVERRIDE_NAMES if not name.startswith("pref
 SOME_OVERRIDES = ((), ("method",), ("budget",), ("context",), ("prefill", "prefill_budget"))
 # Budgets hold the longest window and the largest block. Blocks, queries and pages tell apart pools,
 # methods that need the whole prompt, and the others.
-METHODS_OF_REQUESTS = ("none", "streaming-llm", "adakv-perturb", "layer-thetakv", "h2o")
+METHODS_OF_REQUESTS = (
+    "none",
+    "streaming-llm",
+    "adakv-perturb",
+    "layer-thetakv",
+    "layer-probe",
+    "h2o",
+)
 CHOICES: dict[str, st.SearchStrategy[Any]] = {
     "kv_eviction": st.sampled_from(METHODS_OF_REQUESTS),
     "kv_eviction_budget": st.sampled_from((18, 21, 40, 0.2, 0.6)),
@@ -59,7 +66,7 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
     block_size = draw(st.sampled_from((4, 8)))
     window = draw(st.integers(1, 10))
     entries = window + block_size + draw(st.sampled_from((0, 1, 7, 24)))
-    method = draw(st.sampled_from(("adakv", "adakv", "layer-thetakv", "h2o", "none")))
+    method = draw(st.sampled_from(("adakv", "layer-probe", "layer-thetakv", "h2o", "none")))
     context = draw(st.sampled_from((None, None, 80)))
     decode_budget = draw(st.sampled_from((0, entries)))
     if context is not None:
@@ -191,7 +198,7 @@ class BlockAccounting(RuleBasedStateMachine):
         context=st.sampled_from((64, 64, 64, 90)),
         questions=st.lists(st.integers(0, 30), min_size=1, max_size=3),
         max_tokens=st.sampled_from((1, 2, 9, 30)),
-        method=st.sampled_from((None, None, None, "adakv-perturb", "layer-thetakv", "h2o")),
+        method=st.sampled_from((None, None, None, "adakv-perturb", "layer-probe", "h2o")),
         budget=st.sampled_from((None, None, None, 0.4)),
     )
     def ask(
@@ -297,6 +304,7 @@ class BlockAccounting(RuleBasedStateMachine):
             self.seen["cuts in prompts"] += worker.num_in_prompts
             self.seen["pools smaller than a request"] += self.server.settings.is_bounded
             self.seen["sums in rounds"] += worker.num_sums
+            self.seen["scores kept"] += worker.num_scores_kept
             self.seen["contexts found"] += worker.num_contexts_found
             self.seen["turns found"] += worker.num_turns_found
             self.seen["sparse segments"] += worker.num_segments

@@ -10,6 +10,7 @@ from tests.engine.tagged_rows import Row, require
 from vllm_kvselect.choice import Retention
 from vllm_kvselect.engine.drop.drop import Drop
 from vllm_kvselect.kernels.base import REFERENCES
+from vllm_kvselect.scorers import FirstTokens
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.selecting.ranking import Candidates
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from tests.engine.tagged_worker import TaggedWorker
 
 NUM_LAYERS, NUM_KV_HEADS = 2, 2
+LONGEST = 2**10
+"""More tokens than any request has."""
 CODES = np.arange(NUM_LAYERS * NUM_KV_HEADS).reshape(NUM_LAYERS, NUM_KV_HEADS)
 
 
@@ -86,6 +89,8 @@ class TaggedDrop(Drop):
         self._check_entries(layer.layer_index, inputs)
         if self.row.eviction.method == "h2o":
             self._check_sums(layer.layer_index, inputs)
+        elif self.row.eviction.method == "layer-probe":
+            self._check_scores(layer.layer_index, inputs)
         else:
             self._check_queries(inputs)
         scores = torch.zeros(NUM_KV_HEADS, self.num_competing)
@@ -122,8 +127,10 @@ class TaggedDrop(Drop):
         self.worker.num_rounds += self.cut.position > row.num_prompt_tokens
         self.worker.num_sums += self.is_round and is_whole
         self.worker.num_whole_prompts += not self.is_round and is_whole
+        is_probed = row.eviction.method == "layer-probe"
+        self.worker.num_scores_kept += self.is_round and is_probed
         begins_early = not self.is_round and cut.position - window < row.num_computed
-        self.worker.num_windows_in_chunks += begins_early and not is_whole
+        self.worker.num_windows_in_chunks += begins_early and not (is_whole or is_probed)
 
     def _held(self, layer: int, head: int) -> np.ndarray:
         """What a head holds up to the cut: what it retained before, and everything after it."""
@@ -158,6 +165,23 @@ class TaggedDrop(Drop):
                 self.row.request_id in self.worker.damaged
                 or np.array_equal(tags, self._held(layer, head)),
                 f"{self.name} has sums of other entries",
+            )
+
+    def _check_scores(self, layer: int, inputs: ScoringInputs) -> None:
+        """Every entry has the score that it got, at its position, when it first competed."""
+        assert inputs.numbers is not None
+        num_sinks = self.settings.of(FirstTokens).num_sinks
+        positions = {tag: position for position, tag in enumerate(self.row.tags.tolist())}
+        for head in range(NUM_KV_HEADS):
+            own = inputs.numbers[head, self.num_absent(layer, head) : self.num_competing].tolist()
+            held = self._held(layer, head)[: len(own)].tolist()
+            expected = [entry * LONGEST + positions[entry // CODES.size] for entry in held]
+            for place, entry in enumerate(held):
+                if positions[entry // CODES.size] < num_sinks:
+                    expected[place] = float("inf")
+            require(
+                self.row.request_id in self.worker.damaged or own == expected,
+                f"{self.name} has scores of other entries",
             )
 
     def _draw(self, pool: list[int]) -> Retention:

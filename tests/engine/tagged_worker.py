@@ -6,7 +6,8 @@ the tokens it was computed from, its layer and its head; every read is compared 
 the reading request must see.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from random import Random
 from unittest.mock import patch
 
@@ -17,7 +18,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.engine.tagged_beside import TaggedBystander
-from tests.engine.tagged_drop import CODES, NUM_KV_HEADS, NUM_LAYERS, TaggedDrop, TaggedLayer
+from tests.engine.tagged_drop import (
+    CODES,
+    LONGEST,
+    NUM_KV_HEADS,
+    NUM_LAYERS,
+    TaggedDrop,
+    TaggedLayer,
+)
 from tests.engine.tagged_rows import Row, Sizes, require
 from tests.engine.tagged_store import MemoryFolder, TaggedStore
 from vllm_kvselect.config import EvictionConfig
@@ -27,7 +35,7 @@ from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch
 from vllm_kvselect.engine.step.sparse import SparseBatch, SparseRow
 from vllm_kvselect.engine.step.split import Observation, Split, Splitter, StockPart
-from vllm_kvselect.scoring import h2o
+from vllm_kvselect.scoring import h2o, probe
 from vllm_kvselect.scoring.inputs import ScoringInputs
 
 
@@ -36,6 +44,22 @@ def tags_of_queries(inputs: ScoringInputs) -> torch.Tensor:
     tags = torch.zeros(inputs.key.shape[:2], dtype=torch.int64)
     tags[:, inputs.num_scored :] = inputs.query.flatten()
     return tags
+
+
+def tags_of_entries(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
+    """In place of a probe: each entry's score is its tag, and tells its position."""
+    tags = inputs.key[..., 0].double() * LONGEST
+    return tags + torch.arange(first_position, first_position + tags.shape[1])
+
+
+@contextmanager
+def scoring_tags() -> Iterator[None]:
+    """Scores are tags of what they are scores of."""
+    with (
+        patch.object(h2o, "accumulate", tags_of_queries),
+        patch.object(probe, "imitated_scores", tags_of_entries),
+    ):
+        yield
 
 
 class TaggedWorker:
@@ -96,16 +120,18 @@ class TaggedWorker:
         self.num_completions = self.num_headwise = self.num_resumed_past_prompt = 0
         self.num_windows_in_chunks = self.num_whole_prompts = self.num_pools = 0
         self.num_mixed = self.num_contexts_found = self.num_turns_found = self.num_rounds = 0
-        self.num_in_prompts = self.num_sums = self.num_segments = self.num_sparse_hits = 0
+        self.num_in_prompts = self.num_sums = self.num_scores_kept = self.num_segments = (
+            self.num_sparse_hits
+        ) = 0
 
     # The batch
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step and returns the tokens sampled in it."""
-        self._update(output)
-        if self.rows:
-            self._forward()
-        with patch.object(h2o, "accumulate", tags_of_queries):
+        with scoring_tags():
+            self._update(output)
+            if self.rows:
+                self._forward()
             for request in self.live.with_whole_contexts(output):
                 self.due.make(request)
         sampled = [self._sample(row) for row in self.rows]
@@ -150,9 +176,8 @@ class TaggedWorker:
                     self._find_context(row)
                     self.num_sparse_hits += bool(row.sparse and row.num_computed > row.sparse.start)
         # As in an engine: rounds are made before anything of the step is written.
-        with patch.object(h2o, "accumulate", tags_of_queries):
-            for request in self.live:
-                self.due.make(request)
+        for request in self.live:
+            self.due.make(request)
         if self.store:
             self.store.load(output)
         self._condense()
@@ -237,11 +262,10 @@ class TaggedWorker:
     def _observe(self, observation: Observation, tags: torch.Tensor) -> None:
         """Memories see tags for queries; sums of attention gather the tags of their queries."""
         end = observation.first_position + len(tags)
-        with patch.object(h2o, "accumulate", tags_of_queries):
-            for layer in range(NUM_LAYERS):
-                key = torch.empty(NUM_KV_HEADS, end, 1)
-                inputs = ScoringInputs(tags[:, None, None], key, key, 1.0, layer_index=layer)
-                observation.memory.observe(inputs, observation.first_position)
+        for layer in range(NUM_LAYERS):
+            key = torch.empty(NUM_KV_HEADS, end, 1)
+            inputs = ScoringInputs(tags[:, None, None], key, key, 1.0, layer_index=layer)
+            observation.memory.observe(inputs, observation.first_position)
 
     def _entries(self, row: Row, positions: np.ndarray) -> np.ndarray:
         """Entries of some tokens, `[num_tokens, num_layers, num_kv_heads]`."""

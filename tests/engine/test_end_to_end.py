@@ -79,22 +79,6 @@ def test_the_first_token_waits_for_scores_only(
     assert [a.token_ids[:1] for a in answers] == [first.token_ids for first in firsts]
 
 
-@pytest.mark.xdist_group("any method")
-@pytest.mark.parametrize("method", METHODS)
-def test_a_prompt_preempted_after_its_first_token_is_packed_once_it_resumed(
-    method: str, share_engine: EngineFactory, make_prompts: Any
-) -> None:
-    prompts, settings = make_prompts([460, 350]), [{"kv_eviction": method}] * 2
-    with share_engine(ANY_METHOD, 100, enable_prefix_caching=False) as engine:
-        alone = engine.generate_alone(prompts, 20, settings)
-        engine.worker.reset_kv_eviction_stats()
-        with preempting_all(2, num_tokens=1) as preempted:
-            answers = engine.generate(prompts, 20, settings)
-        assert preempted == [1, 1]
-        assert engine.worker.kv_eviction_stats()["num_evicted"] == 2
-    assert answers == alone
-
-
 def test_blocks_of_a_request_that_ends_unpacked_are_the_next_ones(
     start_engine: EngineFactory, make_prompts: Any
 ) -> None:
@@ -114,18 +98,24 @@ def test_blocks_of_a_request_that_ends_unpacked_are_the_next_ones(
         assert list(result.outputs[0].token_ids) == answer.token_ids[: param.max_tokens]
 
 
-def test_every_method_serves_and_drops_beside_all_others(
+def test_every_method_answers_beside_all_others_and_resumed_as_alone(
     start_engine: EngineFactory, make_prompts: Any
 ) -> None:
-    prompts = make_prompts([40, *(350 + 13 * i for i in range(len(METHODS)))])
+    prompts = make_prompts([40, *(240 + 6 * i for i in range(len(METHODS)))])
     settings: Any = [None, *({"kv_eviction": method} for method in METHODS)]
-    with start_engine(ANY_METHOD, 500, max_num_batched_tokens=1024) as engine:
-        together = engine.generate(prompts, 24, settings)
+    # One step takes all prompts: none is packed when all are preempted after their first token.
+    step = {"max_num_batched_tokens": sum(map(len, prompts)), "max_num_seqs": len(prompts)}
+    with start_engine(ANY_METHOD, 500, enable_prefix_caching=False, **step) as engine:
+        alone = engine.generate_alone(prompts, 20, settings)
         assert engine.worker.kv_eviction_stats()["num_evicted"] == len(METHODS)
-        engine.scheduler.reset_prefix_cache()
-        alone = engine.generate_alone(prompts, 24, settings)
-    for method, *answers in zip(["none", *METHODS], together, alone, strict=True):
-        assert answers[0] == answers[1], method
+        together = engine.generate(prompts, 20, settings)
+        engine.worker.reset_kv_eviction_stats()
+        with preempting_all(len(prompts), num_tokens=1) as preempted:
+            resumed = engine.generate(prompts, 20, settings)
+        assert preempted == [1] * len(prompts)
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == len(METHODS)
+    for method, *answers in zip(["none", *METHODS], alone, together, resumed, strict=True):
+        assert answers[0] == answers[1] == answers[2], method
 
 
 def test_a_server_of_a_pooled_method(start_engine: EngineFactory, make_prompts: Any) -> None:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -99,18 +98,12 @@ def test_clients_that_leave_in_mid_prefill_and_right_after_eviction(
         assert engine.worker.kv_eviction_stats()["num_requests"] == 0
 
 
-# vLLM's client leaves its ZeroMQ context to the garbage collector.
-@pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
-def test_speculation_changes_nothing(
-    start_engine: EngineFactory, text_tokens: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_speculation_changes_nothing(start_engine: EngineFactory, text_tokens: list[int]) -> None:
     # Tokens alone hardly show a wrong draft: the model repeats itself.
     names = ("greedy", "JSON", "stop string", "until the context is full")
     kinds = {name: GREEDY[name] | {"logprobs": 1} for name in names}
     requests = draw(text_tokens, num_requests=20, num_distinct=14, seed=2, kinds=kinds)
     expected = alone(start_engine, requests)
-    # In a process of its own: once numba has compiled, vLLM 0.32 cannot start there again.
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with start_engine(SERVER, NUM_BLOCKS, speculative_config=NGRAM, **CROWDED) as engine:
         service = serve(engine.llm, requests, 16, seed=2, preempt=0.1)
         assert_equal(requests, expected, service.answers)

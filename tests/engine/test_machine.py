@@ -128,6 +128,7 @@ def test_ten_thousand_steps(request: pytest.FixtureRequest) -> None:
         "hits in sparse parts",
         "read beside",
         "pages of larger blocks packed",
+        "scores kept",
         "settings refused",
         "aborted",
         "finished: stop",

@@ -44,6 +44,7 @@ from vllm_kvselect.planning.plan import Plan, plan
 from vllm_kvselect.planning.segments import Segments
 from vllm_kvselect.prefilling.blocks import ChosenBlocks
 from vllm_kvselect.scoring.memory import EntryNumbers, EntrySums, StepQueries
+from vllm_kvselect.scoring.probe import ScoresOfTokens
 
 
 def cap_of(manager: HeadwiseManager, request: Any, num_prompt_tokens: int) -> int | None:
@@ -485,6 +486,15 @@ def find_hits_without_their_states(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StateManager, "find_longest_cache_hit", without_state)
 
 
+def score_new_entries_as_other_tokens(patch: pytest.MonkeyPatch) -> None:
+    def settle(self: ScoresOfTokens, position: int, num_competing: int) -> None:
+        settle_all(self, position, num_competing)
+        self._num_scored += self._num_packed_columns
+
+    settle_all = ScoresOfTokens.settle
+    patch.setattr(ScoresOfTokens, "settle", settle)
+
+
 Errors = type[Exception] | tuple[type[Exception], ...]
 
 FINDINGS = (IntegrityError, LostError, WrongEntryError)
@@ -532,6 +542,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a chunk past a round": let_chunks_run_past_rounds,
     "a drop looks through other queries": look_through_the_queries_of_the_token_before,
     "a number that does not move with its entry": leave_numbers_with_other_entries,
+    "a new entry scored as another token": score_new_entries_as_other_tokens,
     "queries added up twice": add_up_queries_twice,
     "rounds that the scheduler does not know": plan_rounds_without_the_scheduler,
     "the server's settings for a request's blocks": plan_blocks_with_the_servers_settings,

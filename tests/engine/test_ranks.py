@@ -182,7 +182,7 @@ def test_ranks_answer_and_retain_as_the_oracle(
     oracle.check(answer.token_ids, answer.logprobs, retained)
 
 
-@BOTH
+@pytest.mark.parametrize("kind", ["tensor", pytest.param("pipeline", marks=pytest.mark.load)])
 def test_two_nodes_answer_and_retain_what_two_ranks_of_one_node_do(
     kind: str, served: Callable[[str], Served], llama: Path, tmp_path: Path
 ) -> None:
@@ -197,7 +197,11 @@ def test_two_nodes_answer_and_retain_what_two_ranks_of_one_node_do(
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
-        ("tensor", "specs for the same layer are different across workers"),  # vLLM's own words
+        pytest.param(
+            "tensor",
+            "specs for the same layer are different across workers",  # vLLM's own words
+            marks=pytest.mark.load,
+        ),
         ("pipeline", "nodes were started with different --kv-eviction"),
     ],
 )

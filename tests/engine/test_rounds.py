@@ -64,13 +64,7 @@ def test_other_architectures_make_the_same_rounds(
         served.check(index, folder)
 
 
-# vLLM's client leaves its ZeroMQ context to the garbage collector.
-@pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
-def test_rounds_count_accepted_tokens_only(
-    start: EngineFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # In processes of their own: once numba has compiled, vLLM 0.32 cannot start there again.
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+def test_rounds_count_accepted_tokens_only(start: EngineFactory) -> None:
     settings = {"method": "adakv-perturb", "budget": 1.0, **ROUNDS}
     answers, rounds = [], []
     for options in ({}, {"speculative_config": NGRAM}):

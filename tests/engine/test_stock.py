@@ -13,43 +13,48 @@ from vllm_kvselect.machine import dtype_name, fast_dtype
 GENERATE = """
 import json, sys
 from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
 job = json.load(sys.stdin)
-llm = LLM(**job["engine"])
 params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=2)
-outputs = llm.generate([{"prompt_token_ids": p} for p in job["prompts"]], params, use_tqdm=False)
-answers = [
-    [sorted((t, e.logprob) for t, e in position.items()) for position in o.outputs[0].logprobs]
-    for o in outputs
-]
+prompts = [{"prompt_token_ids": p} for p in job["prompts"]]
+for additional_config in job["configs"]:
+    llm = LLM(**job["engine"], additional_config=additional_config)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    answers = [
+        [sorted((t, e.logprob) for t, e in position.items()) for position in o.outputs[0].logprobs]
+        for o in outputs
+    ]
+    print(json.dumps(answers))
+    llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
 print("hooks:", "vllm_kvselect.engine.hooks" in sys.modules)
-print(json.dumps(answers))
 """
 
 
 @starts_engine
-def generate(model: Path, prompts: list[list[int]], plugins: str | None, **eviction: Any) -> Any:
-    """Answers of a fresh process, after whether the hooks were loaded there."""
+def generate(
+    model: Path, prompts: list[list[int]], plugins: str | None, *configs: dict[str, Any]
+) -> Any:
+    """Answers of a fresh process's engines, before whether the hooks were loaded there."""
     engine: dict[str, Any] = {"model": str(model), "max_model_len": 1024, "enforce_eager": True}
     engine |= {"dtype": dtype_name(fast_dtype()), "kv_cache_memory_bytes": 2**26, "block_size": 32}
-    if eviction:
-        engine["additional_config"] = {"kv_eviction": eviction}
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if plugins is not None:
         environment["VLLM_PLUGINS"] = plugins
-    job = json.dumps({"engine": engine, "prompts": prompts})
+    job = json.dumps({"engine": engine, "prompts": prompts, "configs": configs})
     command = [sys.executable, "-c", GENERATE]
     result = subprocess.run(
         command, input=job, env=environment, capture_output=True, text=True, check=True
     )
-    *_, hooks, answers = result.stdout.strip().splitlines()
-    return hooks, json.loads(answers)
+    *answers, hooks = result.stdout.strip().splitlines()[-len(configs) - 1 :]
+    return [json.loads(each) for each in answers], hooks
 
 
 def test_plugin_without_the_flag_changes_no_answer(shallow_model: Path, make_prompts: Any) -> None:
     prompts = make_prompts([1 + 37 * i % 500 for i in range(20)])
-    hooks, stock = generate(shallow_model, prompts, plugins="")
+    (stock,), hooks = generate(shallow_model, prompts, "", {})
     assert hooks == "hooks: False"
-    for eviction in ({}, {"method": "adakv-perturb", "budget": 600}):
-        hooks, answers = generate(shallow_model, prompts, plugins=None, **eviction)
-        assert hooks == "hooks: True"
-        assert answers == stock
+    above = {"kv_eviction": {"method": "adakv-perturb", "budget": 600}}
+    answers, hooks = generate(shallow_model, prompts, None, {}, above)
+    assert hooks == "hooks: True"
+    assert answers == [stock, stock]

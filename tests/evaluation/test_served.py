@@ -69,10 +69,10 @@ def test_it_answers_as_the_model_does_off_the_engine(
     for each in found:
         assert [p.setting for p in each] == settings
     # By a metric that more text may lower: off the engine a right answer would end at once.
-    whole = [replace(example, metric="qa_f1") for example in examples]
+    whole = [replace(example, metric="qa_f1") for example in examples[:2]]
     expected = list(off_engine.answer(parse(through="model", scenarios=SCENARIOS), whole, set()))
     by_example = [a + b for a, b in zip(expected[::2], expected[1::2], strict=True)]
-    for through_engine, off in zip(found, by_example, strict=True):
+    for through_engine, off in zip(found[:2], by_example, strict=True):
         for a, b in zip(through_engine, off, strict=True):
             assert (a.text, a.num_tokens) == (b.text, b.num_tokens), a
             assert a.retained == pytest.approx(b.retained, abs=1e-9)
@@ -105,7 +105,7 @@ def test_own_answers_are_less_likely_where_rounds_drop_at_random(
         url=server.url,
         tasks=("prose",),
         lengths=(400,),
-        max_tokens=240,
+        max_tokens=120,
         num_examples=1,
         methods=("random", few),
         budgets=(1.0,),
