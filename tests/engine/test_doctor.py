@@ -103,6 +103,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """vLLM's words for a machine with a GPU, as the doctor and the checks read them."""
     from vllm import platforms as vllm_platforms
 
+    found()  # what asks the platform when it is imported has asked the real one
+
     class Gpu(CudaPlatform):
         supported_dtypes = vllm_platforms.current_platform.supported_dtypes
 
