@@ -1,13 +1,10 @@
 """Each request gives, token for token, what it gives alone, whatever runs beside it."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
+from tests.engine.adapters import random_adapter
 from tests.engine.conftest import SHALLOW_LAYERS, Engine, EngineFactory
 from tests.load.mixture import (
     BLOCK_SIZE,
@@ -114,19 +111,11 @@ def test_speculation_changes_nothing(start_engine: EngineFactory, text_tokens: l
 
 
 def adapter(folder: Path, seed: int) -> str:
-    """A LoRA adapter of random weights for the attention's projections."""
-    random, weights = torch.Generator().manual_seed(seed), {}
-    sizes = {"q_proj": (576, 576), "k_proj": (576, 192), "v_proj": (576, 192), "o_proj": (576, 576)}
-    for layer in range(SHALLOW_LAYERS):
-        for name, (num_in, num_out) in sizes.items():
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            a, b = (torch.randn(*s, generator=random) for s in ((8, num_in), (num_out, 8)))
-            weights[f"{prefix}.lora_A.weight"] = a * 0.1
-            weights[f"{prefix}.lora_B.weight"] = b * 0.1
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(sizes)}
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "adapter_model.safetensors")
+    """An adapter for the attention's projections."""
+    sizes = {"q_proj": (576, 576), "k_proj": (192, 576), "v_proj": (192, 576), "o_proj": (576, 576)}
+    layers = [f"model.layers.{layer}.self_attn" for layer in range(SHALLOW_LAYERS)]
+    named = {f"{layer}.{name}": size for layer in layers for name, size in sizes.items()}
+    random_adapter(folder, named, seed)
     return str(folder)
 
 

@@ -1,5 +1,7 @@
 """Models with other layers beside full attention, whose entries are the only ones that drop."""
 
+import re
+import shutil
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -7,9 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.lfm2 import Lfm2Attention
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.engine.adapters import RANK, random_adapter
 from tests.engine.all_methods import EVICTION, check_method, engines_of, serve_all_methods
 from tests.engine.conftest import Answer, Engine, EngineFactory
 from tests.engine.float64 import num_packed, tail_begin
@@ -178,6 +183,53 @@ def test_nothing_dropped_is_stock_and_freed_blocks_are_those_of_whole_pages(
     }.items():
         assert counted[f"vllm:kv_eviction_{name}"].value == number
     assert counted["vllm:kv_eviction_retained_ratio"].sum == pytest.approx(1 - num_dropped / 500)
+
+
+@pytest.mark.parametrize("hybrid", ["granite"], indirect=True)
+def test_an_adapters_requests_are_those_of_its_merged_weights(
+    hybrid: Hybrid, tmp_path: Path
+) -> None:
+    weights = load_file(hybrid.folder / "model.safetensors")
+    adapted = re.compile(r"\.self_attn\.[qkvo]_proj\.weight")
+    sizes = {
+        name.removesuffix(".weight"): (len(weight), weight.shape[1])
+        for name, weight in weights.items()
+        if adapted.search(name)
+    }
+    added = random_adapter(tmp_path / "adapter", sizes)
+    shutil.copytree(hybrid.folder, tmp_path / "merged")
+    merged = {name: w + added.get(name.removesuffix(".weight"), 0) for name, w in weights.items()}
+    save_file(merged, tmp_path / "merged" / "model.safetensors", {"format": "pt"})
+
+    prompts, settings = random_prompts([250, 500]), [{"kv_eviction": case.method} for case in CASES]
+    with hybrid.start(EVICTION, 80, enable_lora=True, max_lora_rank=RANK) as engine:
+        others = engine.generate(prompts, 12, settings[:2])
+        asked = [engine.sampling(12, each, logprobs=0) for each in settings[:2]]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+        found = engine.llm.generate(inputs, asked, use_tqdm=False, lora_request=request)
+    with hybrid.start(EVICTION, 80, model=tmp_path / "merged") as engine:
+        expected = [list(answer.token_ids) for answer in engine.generate(prompts, 12, settings[:2])]
+    assert [list(result.outputs[0].token_ids) for result in found] == expected
+    assert [answer.token_ids for answer in others] != expected
+
+
+@pytest.mark.load  # tests/engine/test_ranks.py runs each time
+@pytest.mark.parametrize("hybrid", ["granite"], indirect=True)
+def test_two_ranks_answer_as_one(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # Heads that share pages share them with those of their rank, so these do not share.
+    answers, settings = [], [{"kv_eviction": name} for name in ("snapkv", "h2o", "keydiff")]
+    for num_ranks in (1, 2):
+        with hybrid.start(EVICTION, 80, tensor_parallel_size=num_ranks) as engine:
+            answers.append(engine.generate(random_prompts([333, 500, 420]), 12, settings))
+            assert engine.llm.collective_rpc(num_evicted) == [len(settings)] * num_ranks
+    assert answers[0] == answers[1]
+
+
+def num_evicted(worker: Any) -> int:
+    """Runs in every worker."""
+    return getattr(worker, "worker", worker).kv_eviction_stats()["num_evicted"]
 
 
 BOUNDED = {
