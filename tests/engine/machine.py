@@ -6,6 +6,7 @@ barely hold the longest request, so that requests are preempted all the time.
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -128,7 +129,6 @@ class BlockAccounting(RuleBasedStateMachine):
         self.server: Server | None = None
         self.asked: list[tuple[str, dict[str, Any]]] = []
 
-    @initialize(settings=settings_of_servers(), seed=st.integers(0, 2**16))
     def start(self, settings: Settings, seed: int) -> None:
         self.server = Server(settings, seed, self.seen)
         self.seen["servers"] += 1
@@ -320,8 +320,26 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("vllm.v1.core.block_pool"), "disabled", True)
 
 
-def run(num_servers: int, seen: Counter[str], **changes: Any) -> None:
-    """Runs the machine on a number of servers and counts what it sees."""
-    machine = type("Machine", (BlockAccounting,), {"seen": seen})
+def run(
+    num_servers: int,
+    seen: Counter[str],
+    servers: st.SearchStrategy[Settings] | None = None,
+    without: Sequence[str] = (),
+    **changes: Any,
+) -> None:
+    """Runs the machine on a number of servers and counts what it sees.
+
+    Args:
+        num_servers: Servers in all.
+        seen: Takes the counts.
+        servers: What is drawn; None for servers of any settings.
+        without: Names of rules that are left out.
+        changes: Of Hypothesis's settings.
+    """
+    start = initialize(
+        settings=settings_of_servers() if servers is None else servers, seed=st.integers(0, 2**16)
+    )
+    rules = dict.fromkeys(without) | {"start": start(BlockAccounting.start), "seen": seen}
+    machine = type("Machine", (BlockAccounting,), rules)
     changed = settings(PROFILE, max_examples=num_servers, **changes)
     run_state_machine_as_test(machine, settings=changed)
