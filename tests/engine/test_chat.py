@@ -1,11 +1,16 @@
 """A conversation that sends its growing history again with every turn."""
 
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
-from tests.engine.conftest import Engine, EngineFactory
+import pytest
+
+from tests.engine.conftest import SHALLOW_LAYERS, Engine, EngineFactory
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.planning.cuts import cuts
+from vllm_kvselect.shallow_model import shallow_copy
+from vllm_kvselect.tiny_model import tiny_model
 
 EVICTION = {"method": "layer-probe", "budget": 128}
 WITH_TOKENIZER = {"skip_tokenizer_init": False}
@@ -35,6 +40,12 @@ class Talk(NamedTuple):
     prompts: list[list[int]]
     answers: list[list[int]]
     hits: list[int]
+
+
+@pytest.fixture
+def shallow_model(tmp_path: Path) -> Path:
+    """With all tokens: what is said becomes tokens here."""
+    return shallow_copy(tiny_model(), SHALLOW_LAYERS, tmp_path / "model")
 
 
 def talk(engine: Engine, document: list[int], max_tokens: int) -> Talk:
