@@ -95,7 +95,7 @@ def test_ten_turns_over_a_document_compute_it_once_and_answer_as_a_fresh_server(
         (manager,) = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
         turn_start = engine.llm.get_tokenizer().decode(manager.eviction.turn_start)
         assert turn_start.endswith("<|im_start|>user")
-        prompts, answers, hits = talk(engine, text_tokens[:900], max_tokens=40)
+        prompts, answers, hits = talk(engine, text_tokens[:1000], max_tokens=40)
         assert engine.worker.kv_eviction_stats()["num_evicted"] == 1
     # The document, and every full block of the turns before that the next prompt begins with.
     same = [
