@@ -7,7 +7,7 @@ from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from vllm_kvselect.config import EvictionConfig, Prefill
 from vllm_kvselect.engine.models import layer_types
-from vllm_kvselect.engine.platforms import block_size_of, page_size_of, platform_name
+from vllm_kvselect.engine.platforms import block_size_of, margins, page_size_of, platform_name
 from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.planning.cuts import Cuts, budget_entries, cuts
 from vllm_kvselect.registry import METHODS
@@ -54,8 +54,7 @@ def describe(vllm_config: VllmConfig, eviction: EvictionConfig) -> str:
     if eviction.prompt_interval and is_late:
         rounds = f"; drops while it is computed every {eviction.prompt_interval} tokens"
     elif eviction.prompt_interval:
-        num_late = vllm_config.max_concurrent_batches - 1
-        most = planned.most_held(num_tokens, block_size, num_late)
+        most = planned.most_held(num_tokens, block_size, *margins(vllm_config))
         rounds = (
             f"; drops while it is computed every {eviction.prompt_interval} tokens, so that it "
             f"never holds more than {most} blocks, {most * num_mib:.1f} MiB"
