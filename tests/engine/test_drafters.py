@@ -10,6 +10,7 @@ import pytest
 from tests.engine.all_methods import engines_of
 from tests.engine.conftest import BLOCK_SIZE, Answer, Engine, EngineFactory, preempting_all
 from tests.engine.random_models import SHAPE, random_eagle, random_llama, random_prompts
+from vllm_kvselect.engine.frontend.start_up import block_bytes
 
 pytestmark = pytest.mark.xdist_group("drafters")
 NUM_LAYERS = 8  # EAGLE3 looks at three different ones
@@ -103,6 +104,9 @@ def test_tokens_are_those_without_a_drafter(
         assert counted(engine, "vllm:spec_decode_num_drafts") > 50
         assert counted(engine, "vllm:kv_eviction_context_hits") > 0
         assert engine.blocks_in_use() == 0
+        assert block_bytes(engine.llm.llm_engine.vllm_config) * NUM_BLOCKS == (
+            engine.worker.vllm_config.cache_config.kv_cache_memory_bytes
+        )
 
 
 def test_a_drafter_that_is_the_model_itself_goes_on_being_right(
