@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -34,10 +35,41 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def random_llama(folder: Path) -> Path:
+def random_llama(folder: Path, num_layers: int = 4) -> Path:
     """Four layers of four KV heads, which divide by two."""
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **SHAPE)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, **SHAPE)).save_pretrained(folder)
+    return folder
+
+
+def random_eagle(folder: Path, num_hidden_states: int = 1) -> Path:
+    """A layer that drafts from the hidden states of a `random_llama`.
+
+    Args:
+        folder: Where to put it.
+        num_hidden_states: From how many layers these are: from the last one for EAGLE, three for
+            EAGLE3, which has embeddings beside them in its attention.
+    """
+    torch.manual_seed(0)
+    config = LlamaConfig(num_hidden_layers=1, draft_vocab_size=VOCAB_SIZE, **SHAPE)
+    layer = LlamaForCausalLM(config).model.layers[0].state_dict()
+    width, is_eagle3 = config.hidden_size, num_hidden_states > 1
+    num_inputs = num_hidden_states if is_eagle3 else 2
+    weights = {"fc.weight": torch.randn(width, num_inputs * width) * 0.1}
+    if is_eagle3:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = layer[f"self_attn.{name}.weight"]
+            layer[f"self_attn.{name}.weight"] = torch.cat([weight, weight.flip(0)], dim=1)
+        layer["hidden_norm.weight"] = torch.ones(width)
+        weights["norm.weight"] = torch.ones(width)
+        weights["lm_head.weight"] = torch.randn(VOCAB_SIZE, width) * 0.1
+    else:
+        del layer["input_layernorm.weight"]  # it has none
+    place = "midlayer" if is_eagle3 else "layers.0"
+    weights |= {f"{place}.{name}": weight.contiguous() for name, weight in layer.items()}
+    config.architectures = ["LlamaForCausalLMEagle3" if is_eagle3 else "EagleLlamaForCausalLM"]
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors")
     return folder
 
 

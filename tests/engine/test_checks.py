@@ -36,7 +36,12 @@ from vllm_kvselect.engine.frontend import arguments
 from vllm_kvselect.engine.frontend import start_up as report
 from vllm_kvselect.engine.frontend.arguments import choose_scheduler
 from vllm_kvselect.engine.frontend.checks import refuse_unsupported
-from vllm_kvselect.engine.models import layer_types, refuse_mixed_groups, refuse_other_options
+from vllm_kvselect.engine.models import (
+    layer_types,
+    refuse_drafter_apart,
+    refuse_mixed_groups,
+    refuse_other_options,
+)
 from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutAsyncScheduler, CutScheduler
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, StateSpec, WindowSpec
@@ -227,14 +232,73 @@ def test_a_pool_cannot_span_the_stages_of_a_pipeline() -> None:
         create({"method": "pyramidkv"}, pipeline_parallel_size=2)
 
 
-def test_drafters_other_than_ngram_are_refused() -> None:
-    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    vllm_config = create({}, speculative_config=ngram)
-    vllm_config.parallel_config.worker_cls = STOCK_WORKER
-    vllm_config.speculative_config.method = "eagle"
-    message = r"speculative decoding by 'eagle' \(accepted: 'ngram'\) is not supported"
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize(
+    ("method", "change", "eviction", "message"),
+    [
+        (
+            "medusa",
+            lambda config: None,
+            {},
+            "by 'medusa' is not supported here; choose 'ngram' or 'draft_model' or 'eagle' or",
+        ),
+        (
+            "eagle",
+            lambda config: setattr(config.speculative_config, "parallel_drafting", True),
+            {},
+            "drafters that draft several tokens at once .* are not supported; leave one",
+        ),
+        (
+            "draft_model",
+            lambda config: setattr(config.parallel_config, "pipeline_parallel_size", 2),
+            {},
+            "drafters beside pipeline parallelism are not supported",
+        ),
+        (
+            "eagle3",
+            lambda config: None,
+            {"context_store": "contexts"},
+            "cannot be used: drafters must have no layers: choose 'ngram'; change it",
+        ),
+    ],
+)
+def test_what_drafters_exclude(
+    method: str,
+    change: Any,
+    eviction: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    vllm_config = drafting("ngram")
+    refuse_unsupported(vllm_config, EvictionConfig())
+    vllm_config.speculative_config.method = method
+    if method != "medusa":
         refuse_unsupported(vllm_config, EvictionConfig())
+    change(vllm_config)
+    with pytest.raises(ConfigError, match=message):
+        refuse_unsupported(vllm_config, EvictionConfig(**eviction))
+
+
+def drafting(method: str, **settings: Any) -> VllmConfig:
+    """A finished configuration, as `refuse_unsupported` sees it."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    vllm_config = create({}, speculative_config=ngram, **settings)
+    vllm_config.parallel_config.worker_cls = STOCK_WORKER
+    vllm_config.speculative_config.method = method
+    return vllm_config
+
+
+def test_a_drafter_lies_in_the_group_of_its_target(gemma: dict[str, Any]) -> None:
+    two = kv_cache_config(ONE, replace(ONE, head_size=2 * ONE.head_size))
+    with pytest.raises(ConfigError, match=r"of one shape.*or without a drafter of another shape"):
+        refuse_mixed_groups(two, drafting("eagle"))
+    refuse_drafter_apart([["a", "b", "c"]], {"b", "c"})
+    for groups in ([["a"], ["b", "c"]], [["b", "c", "a"]]):
+        with pytest.raises(ConfigError, match=r"as many heads as the model's, behind these; leave"):
+            refuse_drafter_apart(groups, {"b", "c"})
+    with pytest.raises(ConfigError, match="drafters with layers were not tried beside sliding"):
+        refuse_unsupported(drafting("eagle", **gemma), EvictionConfig())
 
 
 def test_the_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -584,7 +648,10 @@ def test_a_model_that_no_backend_takes_is_refused_with_their_reasons(
 def test_rounds_beside_drafts_that_the_host_counts_too_early_are_refused(
     on_cuda: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_cuda.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=2)
+    on_cuda.speculative_config = SimpleNamespace(method="eagle", num_speculative_tokens=2)
+    with pytest.raises(ConfigError, match=r"'eagle' is not supported here; choose 'ngram'"):
+        refuse_unsupported(on_cuda, EvictionConfig())
+    on_cuda.speculative_config.method = "ngram"
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
     on_cuda.scheduler_config.async_scheduling = True
     refuse_unsupported(on_cuda, EvictionConfig())

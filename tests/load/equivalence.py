@@ -70,8 +70,8 @@ def main(
         float, typer.Option(help="Probability of preempting everybody, each step.")
     ] = 0.01,
     speculation: Annotated[
-        bool, typer.Option("--speculation", help="n-gram speculation, greedy requests only.")
-    ] = False,
+        str, typer.Option(help="'ngram', or 'draft_model': the model itself; greedy requests only.")
+    ] = "",
     seed: int = 0,
 ) -> None:
     """Counts the requests whose answers differ, and fails if there are any."""
@@ -101,7 +101,12 @@ def main(
             "max_num_batched_tokens": 150,
             "max_num_seqs": 8,
         }
-        if speculation:
+        if speculation == "draft_model":
+            # Its layers are in every block.
+            crowded["kv_cache_memory_bytes"] *= 2
+            itself = {"method": speculation, "model": str(folder)}
+            crowded["speculative_config"] = {**itself, "num_speculative_tokens": 4}
+        elif speculation:
             crowded["speculative_config"] = NGRAM
         alone = {
             **arguments,

@@ -327,20 +327,21 @@ def test_a_prompt_is_cut_at_multiples_of_its_interval_and_at_its_end(
 
 
 @many
-@given(bounded(), st.integers(1, 900), st.integers(0, 2))
+@given(bounded(), st.integers(1, 900), st.integers(0, 2), st.integers(0, 5))
 def test_no_request_holds_more_than_the_most(
-    case: tuple[EvictionConfig, int], prompt_len: int, num_late: int
+    case: tuple[EvictionConfig, int], prompt_len: int, num_late: int, num_ahead: int
 ) -> None:
     config, block_size = case
     planned = cuts(prompt_len, block_size, config, 900 - prompt_len)
-    # What is held when each token comes, if blocks are given back `num_late` cuts late.
+    # What is held when each token comes, if blocks are given back `num_late` cuts late, and taken
+    # for `num_ahead` tokens more than are computed.
     held = []
     for num_tokens in range(1, 901):
         num_made = max(0, planned.num_made(num_tokens - 1) - num_late)
         freed = planned[num_made - 1].first_packed if num_made else 0
-        held.append(ceil(num_tokens / block_size) - freed)
-    assert planned.most_held(900, block_size, num_late) == max(held)
-    assert max(held) <= most_blocks(900, block_size, config, num_late)
+        held.append(ceil(min(900, num_tokens + num_ahead) / block_size) - freed)
+    assert planned.most_held(900, block_size, num_late, num_ahead) == max(held)
+    assert max(held) <= most_blocks(900, block_size, config, num_late, num_ahead)
     unbounded = config.model_copy(update={"decode_budget": 0})
     assert most_blocks(900, block_size, unbounded, num_late) == ceil(900 / block_size)
 

@@ -1,5 +1,7 @@
 """Which models eviction serves: what their configs say, and what their loaded layers say."""
 
+from collections.abc import Collection, Sequence
+
 from vllm.config import ModelConfig, VllmConfig
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -111,6 +113,8 @@ def bystander_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> lis
             return []
         kind = "sliding windows"
     problems = []
+    if not model.is_hybrid and has_drafter_layers(vllm_config):
+        problems.append(f"drafters with layers were not tried beside {kind}; leave them out")
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         problems.append(
             f"{kind} beside full attention need vLLM's hybrid KV cache manager; leave "
@@ -132,6 +136,30 @@ def bystander_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> lis
         if on
     ]
     return problems
+
+
+def has_drafter_layers(vllm_config: VllmConfig) -> bool:
+    """Whether requests are drafted by a model whose layers have a KV cache."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.uses_draft_kv_cache()
+
+
+def refuse_drafter_apart(groups: Sequence[Sequence[str]], of_drafter: Collection[str]) -> None:
+    """Checks that a drafter's layers follow their target's, and share its page tables.
+
+    Args:
+        groups: Names of the layers that drop entries, by the builder of their metadata.
+        of_drafter: Names of the drafter's layers.
+
+    Raises:
+        ConfigError: If they are elsewhere: vLLM sets layers with another number of heads apart.
+    """
+    names = [name for group in groups for name in group]
+    if len(groups) != 1 or {*names[-len(of_drafter) :]} != {*of_drafter}:
+        raise ConfigError(
+            "kv_eviction needs a drafter whose layers have as many heads as the model's, behind "
+            "these; leave --kv-eviction or this drafter out"
+        )
 
 
 def refuse_other_options(kv_cache_config: KVCacheConfig, eviction: EvictionConfig) -> None:
@@ -174,7 +202,8 @@ def refuse_mixed_groups(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig)
         made = ", ".join(f"{type(spec).__name__} of {spec.block_size} tokens" for spec in specs)
         raise ConfigError(
             f"kv_eviction needs full-attention layers of one shape in one KV cache group, but vLLM "
-            f"made {made}; serve this model without --kv-eviction"
+            f"made {made}; serve this model without --kv-eviction, or without a drafter of another "
+            "shape"
         )
     model = vllm_config.model_config
     for kind, spec_class, is_expected in (

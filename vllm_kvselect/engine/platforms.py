@@ -93,6 +93,12 @@ def page_size_of(vllm_config: VllmConfig) -> int:
     return int(fixed or block_size_of(vllm_config))
 
 
+def margins(vllm_config: VllmConfig) -> tuple[int, int]:
+    """What requests hold beside what a cut leaves: `num_late` and `num_ahead` of `most_held`."""
+    num_late = vllm_config.max_concurrent_batches - 1
+    return num_late, int(vllm_config.num_lookahead_tokens)
+
+
 def has_fp8_caches() -> bool:
     """Whether vLLM's CPU kernel knows fp8 caches on this processor."""
     return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()

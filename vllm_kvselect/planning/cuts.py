@@ -112,17 +112,21 @@ class Cuts(tuple[Cut, ...]):
         """Tokens that are computed before anything is dropped. There must be a cut."""
         return self[0].position
 
-    def most_held(self, num_tokens: int, block_size: int, num_late: int = 0) -> int:
+    def most_held(
+        self, num_tokens: int, block_size: int, num_late: int = 0, num_ahead: int = 0
+    ) -> int:
         """The most blocks that a request holds until `num_tokens` are computed.
 
         Args:
-            num_tokens: Tokens, in the end.
+            num_tokens: Tokens, in the end, those ahead among them.
             block_size: Tokens per block.
             num_late: Cuts whose blocks are not given back yet when those of a cut are: steps in
                 flight may still read them.
+            num_ahead: Tokens for which there are blocks before they are computed: a drafter writes
+                there.
         """
         made = [cut for cut in self if cut.position < num_tokens]
-        ends = [cut.position for cut in made] + [num_tokens]
+        ends = [min(num_tokens, cut.position + num_ahead) for cut in made] + [num_tokens]
         freed = [0] * (1 + num_late) + [cut.num_freed for cut in made]
         return max(ceil(end / block_size) - gone for end, gone in zip(ends, freed, strict=False))
 
@@ -198,7 +202,13 @@ def budget_entries(num_prompt_tokens: int, config: EvictionConfig) -> int:
     return config.budget
 
 
-def most_blocks(max_tokens: int, block_size: int, config: EvictionConfig, num_late: int = 0) -> int:
+def most_blocks(
+    max_tokens: int,
+    block_size: int,
+    config: EvictionConfig,
+    num_late: int = 0,
+    num_ahead: int = 0,
+) -> int:
     """The most blocks that any request with this configuration holds.
 
     What is held grows from one cut to the next, or by more where blocks are given back late. It is
@@ -209,6 +219,7 @@ def most_blocks(max_tokens: int, block_size: int, config: EvictionConfig, num_la
         block_size: Tokens per block.
         config: The configuration.
         num_late: As of `Cuts.most_held`.
+        num_ahead: Likewise.
     """
     whole = ceil(max_tokens / block_size)
     if not (config.enabled and config.prompt_interval and config.decode_budget):
@@ -216,7 +227,7 @@ def most_blocks(max_tokens: int, block_size: int, config: EvictionConfig, num_la
     entries, step = budget_entries(max_tokens, config), config.prompt_interval
     of_rounds = max(entries, config.decode_budget) + config.decode_interval
     # A cut in a prompt leaves the budget and an interval; the last one frees two intervals.
-    at_once = max(entries + 2 * step, of_rounds)
+    at_once = max(entries + 2 * step, of_rounds) + num_ahead
     freed = max(2 * step, of_rounds - config.decode_budget)
     # The first block and the last one may be filled by one entry each, whatever a page is.
     unfilled = (2 + num_late) * (block_size - 1)

@@ -54,6 +54,16 @@ class Candidates(NamedTuple):
         """The candidates of one of the stacked layers."""
         return self.of(None if part is None else part[index] for part in self)
 
+    def of_layers(self, indices: Sequence[int]) -> Self:
+        """The candidates of some of the stacked layers, stacked."""
+        return self.of(None if part is None else part[list(indices)] for part in self)
+
+    def of_entries(self, indices: torch.Tensor) -> Self:
+        """The numbers of some entries, `[n]` each, by their places in the flat tensors."""
+        return self.of(
+            None if part is None else part.flatten()[indices] for part in (*self[:3], None)
+        )
+
     @property
     def stage_2(self) -> torch.Tensor:
         """What stage 2 multiplies by the norms."""

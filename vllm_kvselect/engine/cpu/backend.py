@@ -51,8 +51,10 @@ class HeadwiseCPUMetadataBuilder(HeadwiseBuilder, CPUAttentionMetadataBuilder):
         spec, cache_dtype = self.kv_cache_spec, self.kv_cache_dtype
         sizes = spec.block_size, spec.head_size
         codec = PageCodec(self.isa, self.dtype, *sizes, kernels, cache_dtype)
-        schedules = Schedules(self.isa, cache_dtype)
+        # A drafter's batches have others, which come and go between those of two steps.
+        of_target, of_drafter = (Schedules(self.isa, cache_dtype) for _ in range(2))
         for index, layer in enumerate(layers):
+            schedules = of_target if index < state.num_choosing else of_drafter
             layer.impl.start(index, layer, state, codec, schedules, kernels)
 
 

@@ -5,6 +5,10 @@ those behind them. A cut in a prompt is scored in the step that reaches it, righ
 attention, while queries and keys are at hand. The choice follows at once; or, where nobody reads
 what is retained before, at the beginning of the next step, so that the first token does not wait
 for it. A cut in an answer is made between two steps.
+
+A drafter's layers choose nothing: they retain what layers of the target do (`followed_layers`). So
+no method needs anything of them, and what the target retains is what it would be without a drafter.
+They are computed once the step's tokens are sampled, and packed after that.
 """
 
 from collections.abc import Sequence
@@ -15,6 +19,7 @@ import torch
 
 from vllm_kvselect.choice import Retention, needs_values, retain_layer, retain_pool, score_layer
 from vllm_kvselect.engine.drop.columns import Columns
+from vllm_kvselect.engine.drop.following import following_candidates
 from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
@@ -88,8 +93,10 @@ class Drop:
         self._state, self._block_size = state, block_size
         self._packed_blocks = packed_blocks
         kept = waits or self.is_pooled
-        self._kept = KeptCandidates(state.num_layers) if kept else None
+        self._kept = KeptCandidates(state.num_choosing) if kept else None
         self._waiting: list[tuple[DropLayer, Candidates]] = []
+        self._to_follow: dict[int, Retention] = {}
+        self._chosen_by: DropLayer | None = None
 
     @property
     def key(self) -> torch.Tensor:
@@ -100,7 +107,7 @@ class Drop:
         """Makes the cut in all layers, from what is in the cache.
 
         Args:
-            layers: The layers of the group, in order.
+            layers: The layers of the group that choose, in order.
         """
         begin, end, queries = self.request.first_query(self.cut), self.cut.position, None
         if begin < end:
@@ -131,7 +138,7 @@ class Drop:
         """
         key, value = key[:, : self.columns.num_entries], value[:, : self.num_competing]
         candidates = self.candidates(layer, self._inputs(layer, key, value, query))
-        is_last = layer.layer_index == self._state.num_layers - 1
+        is_last = layer.layer_index == self._state.num_choosing - 1
         if self._kept is not None:
             candidates = self._kept.keep(layer.layer_index, candidates)
         if is_last and self._numbers is None:
@@ -145,7 +152,7 @@ class Drop:
             self._complete(layer)
 
     def finish(self) -> None:
-        """Chooses in all layers that wait; what else is needed is in the cache."""
+        """Chooses in all layers that wait, and packs those that follow, from the cache."""
         with self._state.later_stopwatch:
             for layer, candidates in self._waiting if not self.is_pooled else ():
                 value = None
@@ -156,6 +163,8 @@ class Drop:
                 self._choose(layer, candidates, value)
             if self._waiting:
                 self._complete(self._waiting[-1][0])
+            elif self._chosen_by is not None:
+                self._end(self._chosen_by)
 
     def candidates(self, layer: DropLayer, inputs: ScoringInputs) -> Candidates:
         """What competes in a layer."""
@@ -197,7 +206,7 @@ class Drop:
         if self.columns.num_absent is not None:
             num_absent = self.columns.num_absent[index]
         inputs = replace(layer.inputs(query, key, value), num_absent=num_absent)
-        memory = self.request.remembered_by(self._state.num_layers)
+        memory = self.request.remembered_by(self._state.num_choosing)
         if memory is None:
             return inputs
         if index == 0 and isinstance(memory, EntryNumbers):
@@ -212,24 +221,54 @@ class Drop:
         """Lays numbers out in the columns; where a column is a token, they are so already."""
         if self.columns.num_absent is not None:
             sizes = self.columns.num_entries, self.columns.num_packed
-            numbers.lay_out(*sizes, self.columns.num_absent)
+            numbers.lay_out(*sizes, self.columns.num_absent[: self._state.num_choosing])
 
     def _choose(self, layer: DropLayer, candidates: Candidates, value: torch.Tensor | None) -> None:
         """Chooses and moves what a layer retains by itself."""
         index = layer.layer_index
         retention = self.retention(layer, candidates, value)
-        self._move(layer, retention.retained, slice(index, index + 1))
-        offsets = retention.offsets + index * retention.offsets[-1]
-        self._state.store(self.key, offsets, index)
+        self._pack(layer, retention, slice(index, index + 1))
+        if index in self._state.followed:
+            self._to_follow[index] = retention
 
     def _choose_together(self, layer: DropLayer) -> None:
         """Chooses and moves what all layers retain."""
         assert self._kept is not None
         retention = self.retention_of_all(layer, self._kept.stacked)
+        self._pack(layer, retention, slice(0, self._state.num_choosing))
+
+    def _follow(self, layer: DropLayer) -> None:
+        """Packs the layers that follow others.
+
+        Where layers share pages, these share theirs among themselves: what the followed ones retain
+        might not fit.
+        """
+        begin, followed = self._state.num_choosing, self._state.followed
+        if self.is_pooled:
+            self._follow_together(layer, slice(begin, self._state.num_layers))
+            return
+        for place, index in enumerate(followed, begin):
+            self._pack(layer, self._to_follow[index], slice(place, place + 1))
+
+    def _follow_together(self, layer: DropLayer, layers: slice) -> None:
+        assert self._kept is not None
+        columns, progress = self.columns, self.request.progress
+        absent = None if columns.num_absent is None else columns.num_absent[layers]
+        candidates = following_candidates(
+            self._kept.stacked, self._state.followed, progress.followed, absent, columns.num_packed
+        )
+        retention = self.retention_of_all(layer, candidates)
+        self._pack(layer, retention, layers)
+        is_last = self.cut is self.request.plan.cuts[-1]
+        progress.followed = None if is_last else candidates.of_entries(retention.retained)
+
+    def _pack(self, layer: DropLayer, retention: Retention, layers: slice) -> None:
+        """Moves what some layers retain, and takes note of where it is."""
+        self._move(layer, retention.retained, layers)
         num_kv_heads = self._state.num_kv_heads
-        self._move(layer, retention.retained, slice(0, self._state.num_layers))
+        offsets = retention.offsets + layers.start * self.cut.num_packed * num_kv_heads
         # [num_layers * num_kv_heads + 1] -> [num_layers, num_kv_heads + 1], ends shared
-        self._state.store(self.key, retention.offsets.unfold(0, num_kv_heads + 1, num_kv_heads))
+        self._state.store(self.key, offsets.unfold(0, num_kv_heads + 1, num_kv_heads), layers)
 
     def _move(self, layer: DropLayer, retained: torch.Tensor, layers: slice) -> None:
         """Moves what some layers retain into their packed blocks, and its numbers with it.
@@ -247,15 +286,25 @@ class Drop:
         of_layers = torch.arange(layers.start, layers.stop, device=self._packed_blocks.device)
         blocks = (of_layers[:, None] * num_blocks + self._packed_blocks).flatten()
         layer.move(sources, packed_slots(blocks, self._state.num_kv_heads, size))
-        if (numbers := self._numbers) is not None:
+        if (numbers := self._numbers) is not None and layers.start < self._state.num_choosing:
             numbers.retain(layers.start, self.num_competing, retained)
 
     def _complete(self, layer: DropLayer) -> None:
-        """Takes note that the cut is made in all layers."""
+        """Takes note that the cut is made in all layers that choose."""
         if self.is_pooled:
             self._choose_together(layer)
         if (numbers := self._numbers) is not None:
             numbers.settle(self.cut.position, self.num_competing)
+        # What is made within a step is known to its request: the drafter's layers come later.
+        if self._state.followed and not self.waits and self.request.progress.drop is self:
+            self._chosen_by = layer
+            return
+        self._end(layer)
+
+    def _end(self, layer: DropLayer) -> None:
+        """Takes note that the cut is made in all layers."""
+        if self._state.followed:
+            self._follow(layer)
         self._state.complete(self.request, self.cut, self.key)
 
 

@@ -17,8 +17,8 @@ class DueDrops:
     """Makes the cuts that lie in answers, in all layers of a group.
 
     Args:
-        layers: The layers, in order.
-        state: Their state.
+        layers: The layers that choose, in order.
+        state: State of the group's layers.
         block_size: Tokens per block.
     """
 
@@ -60,6 +60,7 @@ class DueDrops:
         memory, num_absent = progress.memory, columns.num_absent
         assert isinstance(memory, EntrySums)
         assert num_absent is not None
+        num_absent = num_absent[: len(self._layers)]
         queries = progress.queries.of_all_layers(request.first_query(next_cut), position)
         memory.lay_out(columns.num_entries, columns.num_packed, num_absent)
         for layer in self._layers:

@@ -17,10 +17,17 @@ from vllm_kvselect.planning.plan import Plan, plan
 from vllm_kvselect.registry import METHODS, Method
 from vllm_kvselect.scoring.memory import EntrySums, LastQueries, Memory
 from vllm_kvselect.scoring.parts import memory_named
+from vllm_kvselect.selecting.ranking import Candidates
 
 
 class PendingDrop(Protocol):
-    """A cut that is being made: a `Drop`."""
+    """A cut that is being made: a `Drop`.
+
+    Attributes:
+        waits: Whether its choice waits for the next step.
+    """
+
+    waits: bool
 
     def finish(self) -> None:
         """Chooses what is retained, in all layers that wait for it."""
@@ -40,6 +47,7 @@ class Progress:
         longest_run: The most packed pages that a head of a layer has; None before the first cut.
         block_ids: Its kernel block table, if it is cut while it generates or its context is stored.
         sparse: What is kept for sparse segments while these are computed.
+        followed: Numbers of what a drafter's layers hold packed, where these share pages.
     """
 
     num_made: int = 0
@@ -50,6 +58,7 @@ class Progress:
     longest_run: Arriving | None = None
     block_ids: list[int] = field(default_factory=list)
     sparse: SparsePrefill | None = None
+    followed: Candidates | None = None
 
 
 @dataclass(eq=False)
@@ -330,6 +339,16 @@ class LiveRequests:
         for request in self:
             if request.progress.drop is not None:
                 request.progress.drop.finish()
+
+    def finish_sampled(self) -> None:
+        """Makes the cuts that waited for nothing but a drafter's layers, computed by now.
+
+        Of a context that may be all that is ever made: its request may end with this step.
+        """
+        for request in self:
+            drop = request.progress.drop
+            if drop is not None and not drop.waits:
+                drop.finish()
 
     @property
     def num_saved_blocks(self) -> int:

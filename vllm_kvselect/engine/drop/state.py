@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_kvselect.engine.drop.arriving import Arriving
+from vllm_kvselect.engine.drop.following import followed_layers
 from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.engine.drop.stopwatch import stopwatch
 from vllm_kvselect.planning.cuts import Cut
@@ -46,6 +47,11 @@ class RetentionState:
         num_layers: Layers of the group.
         num_kv_heads: KV heads on this rank.
         device: Where keys and values are.
+        num_following: Layers at the group's end that choose nothing themselves: a drafter's.
+
+    Attributes:
+        num_choosing: Layers before these.
+        followed: The layer whose choice each of these follows.
     """
 
     def __init__(
@@ -54,8 +60,11 @@ class RetentionState:
         num_layers: int,
         num_kv_heads: int,
         device: torch.device | str = "cpu",
+        num_following: int = 0,
     ) -> None:
         self.num_layers, self.num_kv_heads = num_layers, num_kv_heads
+        self.num_choosing = num_layers - num_following
+        self.followed = followed_layers(self.num_choosing, num_following)
         self.offsets = torch.zeros(
             num_blocks, num_layers, num_kv_heads + 1, dtype=torch.int32, device=device
         )
@@ -70,16 +79,15 @@ class RetentionState:
         self,
         key: torch.Tensor,
         offsets: torch.Tensor,
-        layer: int | None = None,
+        layers: slice = slice(None),
     ) -> None:
         """Remembers where the pages of a request's heads start.
 
         Args:
             key: Id of the first packed block, `[1]` int64.
-            offsets: `[num_kv_heads + 1]` of a layer, or `[num_layers, num_kv_heads + 1]`.
-            layer: The layer; None for all.
+            offsets: `[num_layers, num_kv_heads + 1]`, of so many layers.
+            layers: The layers.
         """
-        layers = slice(None) if layer is None else layer
         self.offsets[key, layers] = offsets.to(self.offsets.dtype)
 
     def clear(self) -> None:

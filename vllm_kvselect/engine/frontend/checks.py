@@ -10,7 +10,12 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm_kvselect.config import ConfigError, EvictionConfig, Prefill
 from vllm_kvselect.engine.cuda import xformers_attention
 from vllm_kvselect.engine.cuda.backends import backend_problems
-from vllm_kvselect.engine.models import bystander_problems, layer_types, model_problems
+from vllm_kvselect.engine.models import (
+    bystander_problems,
+    has_drafter_layers,
+    layer_types,
+    model_problems,
+)
 from vllm_kvselect.engine.platforms import (
     PLATFORMS,
     has_fp8_caches,
@@ -23,6 +28,9 @@ from vllm_kvselect.machine import dtype_name
 from vllm_kvselect.planning.cuts import budget_problem
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.store.folder import Folder
+
+_DRAFTERS = ("draft_model", "eagle", "eagle3")
+"""Drafters with layers of their own, where these lie in the KV cache group of their target's."""
 
 _KNOWN_WEIGHTS = ("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer")
 """Load formats of weights that are what is in the model's safetensors files."""
@@ -44,6 +52,7 @@ def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> Non
         *(backend_problems(vllm_config) if platform_name() == "cuda" else ()),
         *bystander_problems(vllm_config, eviction),
         *_feature_problems(vllm_config),
+        *_drafter_problems(vllm_config),
         *_executor_problems(vllm_config),
         *_block_problems(vllm_config),
         *_provider_problems(vllm_config, eviction),
@@ -149,11 +158,7 @@ def _provider_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> lis
 
 def _feature_problems(vllm_config: VllmConfig) -> list[str]:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    speculative = vllm_config.speculative_config
-    drafter = speculative and speculative.method
     features = {
-        # Other drafters bring layers of their own, or have not been run.
-        f"speculative decoding by {drafter!r} (accepted: 'ngram')": drafter not in (None, "ngram"),
         "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
@@ -164,6 +169,27 @@ def _feature_problems(vllm_config: VllmConfig) -> list[str]:
         "KV sharing between layers (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
     }
     return [f"{name} is not supported; switch it off" for name, on in features.items() if on]
+
+
+def _drafter_problems(vllm_config: VllmConfig) -> list[str]:
+    """What stands against what drafts tokens."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method == "ngram":
+        return []
+    accepted = ("ngram", *(_DRAFTERS if platform_name() == "cpu" else ()))
+    if speculative.method not in accepted:
+        drafter, names = speculative.method, " or ".join(map(repr, accepted))
+        return [f"speculative decoding by {drafter!r} is not supported here; choose {names}"]
+    parallel = vllm_config.parallel_config
+    features = {
+        "that draft several tokens at once (parallel_drafting)": speculative.parallel_drafting,
+        "beside pipeline parallelism": parallel.pipeline_parallel_size > 1,
+    }
+    return [
+        f"drafters {feature} are not supported; leave one of them out"
+        for feature, present in features.items()
+        if present
+    ]
 
 
 def _executor_problems(vllm_config: VllmConfig) -> list[str]:
@@ -253,6 +279,7 @@ def _store_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[s
         "no request may mark a context: add --kv-eviction-context": not eviction.may_share,
         "prefills must be dense: leave --kv-prefill out": eviction.may_prefill_sparsely,
         "prefix caching must be on": not vllm_config.cache_config.enable_prefix_caching,
+        "drafters must have no layers: choose 'ngram'": has_drafter_layers(vllm_config),
         "all layers must have full attention": vllm_config.model_config.is_hybrid
         or {*layer_types(vllm_config)} != {"full_attention"},
         f"blocks must be as large as pages: set --block-size to {page_size}": page_size

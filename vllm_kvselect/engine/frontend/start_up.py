@@ -6,8 +6,8 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from vllm_kvselect.config import EvictionConfig, Prefill
-from vllm_kvselect.engine.models import layer_types
-from vllm_kvselect.engine.platforms import block_size_of, page_size_of, platform_name
+from vllm_kvselect.engine.models import has_drafter_layers, layer_types
+from vllm_kvselect.engine.platforms import block_size_of, margins, page_size_of, platform_name
 from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.planning.cuts import Cuts, budget_entries, cuts
 from vllm_kvselect.registry import METHODS
@@ -54,8 +54,7 @@ def describe(vllm_config: VllmConfig, eviction: EvictionConfig) -> str:
     if eviction.prompt_interval and is_late:
         rounds = f"; drops while it is computed every {eviction.prompt_interval} tokens"
     elif eviction.prompt_interval:
-        num_late = vllm_config.max_concurrent_batches - 1
-        most = planned.most_held(num_tokens, block_size, num_late)
+        most = planned.most_held(num_tokens, block_size, *margins(vllm_config))
         rounds = (
             f"; drops while it is computed every {eviction.prompt_interval} tokens, so that it "
             f"never holds more than {most} blocks, {most * num_mib:.1f} MiB"
@@ -178,7 +177,12 @@ def block_entries(vllm_config: VllmConfig) -> int:
 
 
 def block_bytes(vllm_config: VllmConfig) -> int:
-    """Bytes that these entries take."""
+    """Bytes of a block: what these entries take, and those of a drafter's layers."""
     model = vllm_config.model_config
     dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
-    return block_entries(vllm_config) * 2 * model.get_head_size() * dtype.itemsize
+    num_bytes = block_entries(vllm_config) * 2 * model.get_head_size() * dtype.itemsize
+    if has_drafter_layers(vllm_config):
+        num_layers = model.get_total_num_hidden_layers()
+        drafter = vllm_config.speculative_config.draft_model_config
+        num_bytes += num_bytes // num_layers * drafter.get_total_num_hidden_layers()
+    return num_bytes

@@ -183,11 +183,11 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
     Attributes:
         found: Tokens that requests found in a compressed context when they last looked, by id.
         loads: Contexts on their way from a folder; None without one.
-        num_late: Steps that may be in flight when a step is scheduled; what they read is freed
-            after them.
+        margins: Steps that may be in flight when a step is scheduled, and tokens ahead of it: what
+            is held for both (`Cuts.most_held`).
     """
 
-    num_late = 0
+    margins = 0, 0
 
     def __init__(self, kv_cache_spec: SpecWithStore, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
@@ -328,7 +328,7 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         if apply_admission_cap:
             planned, most = self._planned.get(request_id), None
             if planned and planned.plan.ends_chunks and request_id not in self.found:
-                most = planned.plan.cuts.most_held(num_tokens, self.block_size, self.num_late)
+                most = planned.plan.cuts.most_held(num_tokens, self.block_size, *self.margins)
             self.max_admission_blocks_per_request = most  # vLLM's word for it, of every request
         num_blocks: int = super().get_num_blocks_to_allocate(
             request_id, num_tokens, *args, apply_admission_cap=apply_admission_cap, **kwargs

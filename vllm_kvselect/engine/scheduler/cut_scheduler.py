@@ -33,6 +33,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_kvselect.engine.notice import StepNotice
+from vllm_kvselect.engine.platforms import margins
 from vllm_kvselect.engine.report import ContextReport, StepReport
 from vllm_kvselect.engine.scheduler.block_manager import (
     BystanderManager,
@@ -53,7 +54,7 @@ class CutScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         manager = headwise_manager(self.kv_cache_manager)
-        manager.num_late = self.vllm_config.max_concurrent_batches - 1
+        manager.margins = margins(self.vllm_config)
         managers = self.kv_cache_manager.coordinator.single_type_managers
         for bystander in managers:
             if isinstance(bystander, BystanderManager):

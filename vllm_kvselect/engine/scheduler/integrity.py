@@ -275,7 +275,7 @@ def _table_violations(table: _Table, manager: HeadwiseManager) -> Iterator[Viola
     if len(table.cuts) > 1 and request.request_id not in manager.found:
         held = tuple(block.block_id for block in blocks if not block.is_null)
         num_tokens = len(blocks) * manager.block_size
-        most = table.cuts.most_held(num_tokens, manager.block_size, manager.num_late)
+        most = table.cuts.most_held(num_tokens, manager.block_size, *manager.margins)
         if len(held) > most:
             detail = f"holds {len(held)} blocks, at most {most} by plan"
             yield Violation("bounded", detail, held, request_ids)

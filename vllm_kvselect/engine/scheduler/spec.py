@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.engine.platforms import margins
 from vllm_kvselect.engine.scheduler.block_manager import (
     HeadwiseManager,
     StateManager,
@@ -53,7 +54,7 @@ class HeadwiseSpec(FullAttentionSpec):
             vllm_config.model_config.max_model_len,
             self.block_size,
             self.eviction,
-            vllm_config.max_concurrent_batches - 1,
+            *margins(vllm_config),
         )
         return min(whole, most * self.page_size_bytes)
 

@@ -4,6 +4,7 @@ Both classes are put in front of vLLM's own: `class Builder(HeadwiseBuilder, Vll
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from vllm_kvselect.engine.drop.memory import refuse_scattered_layers
 from vllm_kvselect.engine.drop.request import RequestsOf
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
+from vllm_kvselect.engine.step.drafting import DraftSplitter
 from vllm_kvselect.engine.step.split import Splitter
 from vllm_kvselect.kernels.base import Kernels
 
@@ -40,12 +42,15 @@ class HeadwiseBuilder(ABC):
     splitter_class: type[Splitter] = Splitter
     _splitter: Splitter | None = None
 
-    def start(self, requests_of: RequestsOf, kernels: Kernels) -> RetentionState:
+    def start(
+        self, requests_of: RequestsOf, kernels: Kernels, of_drafter: Collection[str] = ()
+    ) -> RetentionState:
         """Connects the layers of the group to their state; called once the cache is allocated.
 
         Args:
             requests_of: Gives the requests of a batch.
             kernels: What computes the parts of a choice.
+            of_drafter: Names of a drafter's layers, the last ones of the group.
 
         Returns:
             The state of the group's layers.
@@ -54,14 +59,26 @@ class HeadwiseBuilder(ABC):
         assert isinstance(spec, HeadwiseSpec)
         by_name = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         layers = [by_name[name] for name in self.layer_names]
-        num_blocks = len(layers[0].kv_cache)
-        state = RetentionState(num_blocks, len(layers), spec.num_kv_heads, self.device)
+        sizes = len(layers[0].kv_cache), len(layers), spec.num_kv_heads
+        state = RetentionState(*sizes, self.device, len(of_drafter))
+        assert {*self.layer_names[state.num_choosing :]} == {*of_drafter}
         refuse_scattered_layers([layer.kv_cache for layer in layers])
         self.layers, self.state = layers, state
         self._start_layers(layers, state, kernels)
-        self.due = DueDrops([layer.impl for layer in layers], state, spec.block_size)
+        choosing = [layer.impl for layer in layers[: state.num_choosing]]
+        self.due = DueDrops(choosing, state, spec.block_size)
         self._splitter = self.splitter(requests_of)
         return state
+
+    def draft_for(self, target: "HeadwiseBuilder", requests_of: RequestsOf) -> None:
+        """Connects a drafter's own builder to the state that its layers have with their target's.
+
+        Args:
+            target: The started builder of the group.
+            requests_of: Gives the requests of a batch.
+        """
+        spec = self.kv_cache_spec
+        self._splitter = DraftSplitter(target.state, requests_of, spec.block_size)
 
     def splitter(self, requests_of: RequestsOf) -> Splitter:
         """A splitter of the group's batches."""

@@ -7,6 +7,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvselect.engine.drop.request import Request
+from vllm_kvselect.planning.cuts import Cut
 
 Indices = slice | np.ndarray
 """Indices on the host: a slice where they are consecutive, so that nothing is copied."""
@@ -25,6 +26,7 @@ class Rows(NamedTuple):
         cut_positions: Tokens before each row's border; the sequence length for rows without one, so
             that all their tokens come before it.
         requests: Request of each row.
+        borders: Its cut from which on tokens read what is retained; None if all are before one.
     """
 
     query_start: np.ndarray
@@ -32,6 +34,7 @@ class Rows(NamedTuple):
     seq_lens: np.ndarray
     cut_positions: np.ndarray
     requests: list[Request]
+    borders: list[Cut | None]
 
     @property
     def num_computed(self) -> np.ndarray:
@@ -51,7 +54,7 @@ class Rows(NamedTuple):
     @property
     def completing(self) -> np.ndarray:
         """Rows whose chunk reaches a cut that is made in this step, bool."""
-        has_cut = np.array([request.border is not None for request in self.requests], dtype=bool)
+        has_cut = np.array([border is not None for border in self.borders], dtype=bool)
         return has_cut & (self.stock_lens > 0) & (self.seq_lens >= self.cut_positions)
 
 

@@ -130,7 +130,7 @@ def headwise_batch(
     Returns:
         The sequences, still without page tables.
     """
-    cuts = [cut for row in chosen if (cut := rows.requests[row].border) is not None]
+    cuts = [cut for row in chosen if (cut := rows.borders[row]) is not None]
     stock_lens = rows.stock_lens[chosen]
     lens = rows.query_lens[chosen] - stock_lens
     starts = rows.query_start[chosen] + stock_lens

@@ -24,6 +24,7 @@ from vllm_kvselect.engine.step.rows import Rows, Tokens, on_device, start_loc, t
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch, headwise_batch
 from vllm_kvselect.engine.step.sparse import SparseBatch, SparseRow
 from vllm_kvselect.paging.page_table import PageTable
+from vllm_kvselect.planning.cuts import Cut
 from vllm_kvselect.scoring.memory import ObservingMemory, StepQueries
 
 
@@ -150,7 +151,7 @@ class Splitter:
             return Split([], [], [], [self._headwise(rows, past_cut, common)], seen)
         observations = self._observations(rows, common.block_table_tensor)
         completions = self._completions(rows, common.block_table_tensor)
-        sparse = sparse_rows(rows, common.block_table_tensor, self._block_size)
+        sparse = self._sparse_rows(rows, common.block_table_tensor)
         if not (past_cut.size or observations or completions or seen or sparse):
             return None
         before, after = StockPart(None, common), list[Part]()
@@ -164,6 +165,14 @@ class Splitter:
             of_requests = (row.config.of(Prefill) for row in sparse.values())
             (split.num_dense_layers,) = {each.prefill_dense_layers for each in of_requests}
         return split
+
+    def _border(self, request: Request) -> Cut | None:
+        """The cut from which on a request's tokens read what is retained."""
+        return request.border
+
+    def _sparse_rows(self, rows: Rows, block_table: torch.Tensor) -> dict[int, SparseRow]:
+        """Rows with sparse segments."""
+        return sparse_rows(rows, block_table, self._block_size)
 
     def _sparse_parts(
         self, rows: Rows, sparse: dict[int, SparseRow], common: CommonAttentionMetadata
@@ -202,7 +211,7 @@ class Splitter:
         starts = np.array([token for _, _, _, token in wanted], dtype=np.int64)
         lens = np.array([last - first for _, first, last, _ in wanted], dtype=np.int64)
         tokens = on_device(token_indices(starts, lens), device)
-        seen = StepQueries(tokens, self._state.num_layers)
+        seen = StepQueries(tokens, self._state.num_choosing)
         place = 0
         for request, first, last, _ in wanted:
             request.progress.queries.keep(seen, place, first, last)
@@ -222,9 +231,10 @@ class Splitter:
         """The rows of a batch, as far as the host knows them."""
         query_start = common.query_start_loc_cpu.numpy().astype(np.int64)
         seq_lens = self._seq_lens(common).numpy().astype(np.int64)
+        borders = [self._border(request) for request in requests]
         cut_positions = [
-            length if request.border is None else request.border.position
-            for request, length in zip(requests, seq_lens, strict=True)
+            length if border is None else border.position
+            for border, length in zip(borders, seq_lens, strict=True)
         ]
         return Rows(
             query_start=query_start[:-1],
@@ -232,6 +242,7 @@ class Splitter:
             seq_lens=seq_lens,
             cut_positions=np.array(cut_positions, dtype=np.int64),
             requests=requests,
+            borders=borders,
         )
 
     def _seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
@@ -259,7 +270,7 @@ class Splitter:
             RuntimeError: If the chunk of a pooled request goes on past the cut. A layer would have
                 to read what only the last one decides; `CutScheduler` keeps it from happening.
         """
-        request, cut = rows.requests[row], rows.requests[row].border
+        request, cut = rows.requests[row], rows.borders[row]
         assert cut is not None
         if request.method.pooled and rows.seq_lens[row] > cut.position:
             raise RuntimeError(f"a chunk of {request.plan.settings.method} runs past its cut")
@@ -291,7 +302,7 @@ class Splitter:
         ]
 
     def _observation(self, rows: Rows, row: int, block_ids: torch.Tensor) -> Observation:
-        memory = rows.requests[row].remembered_by(self._state.num_layers)
+        memory = rows.requests[row].remembered_by(self._state.num_choosing)
         assert isinstance(memory, ObservingMemory)
         tokens, num_computed = rows.stock_tokens(row), int(rows.num_computed[row])
         end = min(num_computed + tokens.stop - tokens.start, memory.num_tokens)

@@ -26,7 +26,11 @@ from vllm_kvselect.engine.bind.probe import find_probes
 from vllm_kvselect.engine.bind.rotation import find_rotations
 from vllm_kvselect.engine.drop.request import LiveRequests, Request
 from vllm_kvselect.engine.drop.state import RetentionState
-from vllm_kvselect.engine.models import refuse_mixed_groups, refuse_other_options
+from vllm_kvselect.engine.models import (
+    refuse_drafter_apart,
+    refuse_mixed_groups,
+    refuse_other_options,
+)
 from vllm_kvselect.engine.platforms import platform
 from vllm_kvselect.engine.refusal import notes_refusals
 from vllm_kvselect.engine.report import StepReport
@@ -67,6 +71,7 @@ class EvictionWorker(ABC):
         # Planned once blocks have their size: vLLM may enlarge them when the model is loaded.
         self._requests = LiveRequests(self._eviction, self.vllm_config.cache_config.block_size)
         self._started: list[HeadwiseBuilder] = []
+        self._to_sample: SchedulerOutput | None = None
         self._states: list[RetentionState] = []
         self._kernels: Kernels = REFERENCES
         self._num_saved_blocks = 0
@@ -133,9 +138,18 @@ class EvictionWorker(ABC):
                 sizes = spec.block_size, spec.page_size
                 self._requests = LiveRequests(self._eviction, *sizes, index)
         self._started = self._builders
+        if self._of_drafter:
+            names = [builder.layer_names for builder in self._started]
+            refuse_drafter_apart(names, self._of_drafter)
         self._states = [
-            builder.start(self._requests_of, self._kernels) for builder in self._started
+            builder.start(self._requests_of, self._kernels, self._of_drafter)
+            for builder in self._started
         ]
+        if self._of_drafter:
+            [target] = self._started
+            for group in self.model_runner.drafter.draft_attn_groups:
+                for builder in group.metadata_builders:
+                    builder.draft_for(target, self._requests_of)
         if self._store is not None:
             [builder] = self._started
             self._contexts = StoredContexts.of(builder, self._eviction, self.model_config.model)
@@ -156,6 +170,12 @@ class EvictionWorker(ABC):
             if isinstance(builder, HeadwiseBuilder)
             and isinstance(builder.kv_cache_spec, HeadwiseSpec)
         ]
+
+    @property
+    def _of_drafter(self) -> frozenset[str]:
+        """Names of the attention layers of a drafter; none where it has no layers."""
+        drafter = getattr(self.model_runner, "drafter", None)
+        return frozenset(getattr(drafter, "_draft_attn_layer_names", ()))
 
     def kv_eviction_stats(self) -> dict[str, float]:
         """Counts since the start or the last reset.
@@ -184,6 +204,9 @@ class EvictionWorker(ABC):
         """vLLM's step, with the prompts it brings taken note of and what it packed reported."""
         self._begin_step(scheduler_output)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        if self._of_drafter and output is None:
+            self._to_sample = scheduler_output  # a drafter's layers are computed then
+            return output
         self._end_step(scheduler_output)
         if self._contexts is not None:
             self._contexts.save(self._states[0].completed)
@@ -200,9 +223,18 @@ class EvictionWorker(ABC):
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's; model runner V2 writes its own reports at the end, so ours is added after."""
+        """vLLM's; model runner V2 writes its own reports at the end, so ours is added after.
+
+        So is that of a step with a drafter, which ends here.
+        """
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         report, self._report_to_send = self._report_to_send, None
+        scheduled, self._to_sample = self._to_sample, None
+        if scheduled is not None:
+            with torch.inference_mode():
+                self._requests.finish_sampled()
+            self._end_step(scheduled)
+            report = self._report()
         if report is not None and output is not None:
             # Under async scheduling the output is still on its way, but this part is final.
             result = getattr(output, "model_runner_output", output)
@@ -352,9 +384,9 @@ class EvictionWorker(ABC):
             layer.impl.probe = found[name]
 
     def _headwise_layers(self) -> Iterator[tuple[str, Attention]]:
-        """Attention layers of our backend, by name."""
+        """Attention layers of our backend, by name, without a drafter's: these follow others."""
         for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
-            if isinstance(layer.impl, HeadwiseImpl):
+            if isinstance(layer.impl, HeadwiseImpl) and name not in self._of_drafter:
                 yield name, layer
 
 

@@ -1,0 +1,131 @@
+"""Drafters with layers of their own: every token is the one that it is without them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.all_methods import engines_of
+from tests.engine.conftest import BLOCK_SIZE, Answer, Engine, EngineFactory, preempting_all
+from tests.engine.random_models import SHAPE, random_eagle, random_llama, random_prompts
+from vllm_kvselect.engine.frontend.start_up import block_bytes
+
+pytestmark = pytest.mark.xdist_group("drafters")
+NUM_LAYERS = 8  # EAGLE3 looks at three different ones
+NUM_DRAFTED = 3
+NUM_BLOCKS = 40
+BLOCK_BYTES = BLOCK_SIZE * SHAPE["num_key_value_heads"] * 2 * SHAPE["head_dim"] * 4  # of a layer
+NUM_GENERATED = 61
+ROUNDS = {"kv_eviction_decode_budget": 80, "kv_eviction_decode_interval": 32}
+IN_PROMPT = {"kv_eviction_prompt_interval": 64, "kv_eviction_budget": 64}
+# Methods that choose for each head, for the heads of a layer, and for all layers together; with
+# queries that are looked through later, sums and moments of all of them, and probes.
+SETTINGS: list[dict[str, Any]] = [
+    {"kv_eviction": "snapkv"},
+    {"kv_eviction": "adakv-perturb", **IN_PROMPT},
+    {"kv_eviction": "h2o-perturb", **ROUNDS},
+    {"kv_eviction": "ada-expected-attention"},
+    {"kv_eviction": "thetakv", "kv_eviction_context": 150},
+    {"kv_eviction": "thetakv", "kv_eviction_context": 150},
+    {"kv_eviction": "layer-probe"},
+    {"kv_eviction": "layer-probe-perturb", **ROUNDS},
+    {"kv_eviction": "layer-thetakv", **ROUNDS, **IN_PROMPT},
+    {"kv_eviction": "pyramidkv"},
+    {"kv_eviction": "layer-keydiff", "kv_eviction_context": 230, **IN_PROMPT},
+    {"kv_eviction": "none"},
+]
+PROMPTS = random_prompts([200 + 17 * index for index in range(len(SETTINGS))])
+PROMPTS[5][:160] = PROMPTS[4][:160]
+SERVER = {
+    "method": "adakv-perturb",
+    "budget": 96,
+    "check_integrity": True,
+    "allow_override": [
+        "method",
+        "budget",
+        "context",
+        "decode_budget",
+        "decode_interval",
+        "prompt_interval",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafters")
+    random_llama(folder / "draft_model", NUM_LAYERS)
+    random_eagle(folder / "eagle")
+    random_eagle(folder / "eagle3", num_hidden_states=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(folder: Path) -> Iterator[EngineFactory]:
+    with engines_of(folder / "draft_model") as factory:
+        yield factory
+
+
+@pytest.fixture(scope="module")
+def expected(start: EngineFactory) -> list[Answer]:
+    with start(SERVER, 130) as engine:
+        return engine.generate(PROMPTS, NUM_GENERATED, SETTINGS)
+
+
+def drafting(folder: Path, method: str) -> dict[str, Any]:
+    """A pool with room for some of the requests, and chunks that cut windows."""
+    drafter = {"method": method, "model": str(folder / method)}
+    layers = NUM_LAYERS + (NUM_LAYERS if method == "draft_model" else 1)
+    return {
+        "speculative_config": {**drafter, "num_speculative_tokens": NUM_DRAFTED},
+        "kv_cache_memory_bytes": NUM_BLOCKS * layers * BLOCK_BYTES,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 150,
+        "max_num_seqs": 6,
+        "disable_log_stats": False,
+    }
+
+
+def counted(engine: Engine, name: str) -> float:
+    return sum(metric.value for metric in engine.llm.get_metrics() if metric.name == name)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_tokens_are_those_without_a_drafter(
+    method: str, start: EngineFactory, folder: Path, expected: list[Answer]
+) -> None:
+    with start(SERVER, 0, **drafting(folder, method)) as engine:
+        with preempting_all(num_answering=4, num_tokens=NUM_GENERATED // 2) as preempted:
+            answers = engine.generate(PROMPTS, NUM_GENERATED, SETTINGS)
+        assert preempted
+        assert answers == expected
+        assert counted(engine, "vllm:spec_decode_num_drafts") > 50
+        assert counted(engine, "vllm:kv_eviction_context_hits") > 0
+        assert engine.blocks_in_use() == 0
+        assert block_bytes(engine.llm.llm_engine.vllm_config) * NUM_BLOCKS == (
+            engine.worker.vllm_config.cache_config.kv_cache_memory_bytes
+        )
+
+
+def test_a_drafter_that_is_the_model_itself_goes_on_being_right(
+    start: EngineFactory, folder: Path
+) -> None:
+    settings = [
+        ({"kv_eviction_budget": 1.0}, 0),
+        ({"kv_eviction_budget": 64}, 1),
+        ({"kv_eviction_budget": 64, "kv_eviction": "layer-thetakv"}, 1),
+        # The second cut of layers that share pages: what a probe says of an entry stays.
+        ({**ROUNDS, "kv_eviction": "layer-probe"}, 2),
+    ]
+    drafted, accepted = [], []
+    with start(SERVER, 0, **drafting(folder, "draft_model")) as engine:
+        for own, _ in settings:
+            engine.generate(PROMPTS[:3], NUM_GENERATED, [own] * 3)
+            drafted.append(counted(engine, "vllm:spec_decode_num_draft_tokens"))
+            accepted.append(counted(engine, "vllm:spec_decode_num_accepted_tokens"))
+    rejected = np.diff(np.subtract(drafted, accepted), prepend=0)
+    # Drafts that were made before a cut have seen more than the model after it.
+    assert (rejected <= [num_cuts * NUM_DRAFTED * 3 for _, num_cuts in settings]).all()
+    assert (np.diff(drafted, prepend=0) > 3 * (NUM_GENERATED - 1) / (NUM_DRAFTED + 1)).all()
