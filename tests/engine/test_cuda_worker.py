@@ -56,6 +56,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     made._started, made._states, made._found, made._report_to_send = [], [], [], None
     made._num_saved_blocks, made._reported_seconds = 0, 0.0
     made._is_prefilling = False
+    made.model_runner, made._to_sample = SimpleNamespace(), None
     monkeypatch.setattr(Worker, "execute_model", lambda self, _: self._is_prefilling)
     return made
 

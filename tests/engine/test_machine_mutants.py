@@ -352,14 +352,14 @@ def make_rounds_a_step_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_offsets_of_the_cut_before(patch: pytest.MonkeyPatch) -> None:
-    kept_by = WeakKeyDictionary[RetentionState, dict[int | None, torch.Tensor]]()
+    kept_by = WeakKeyDictionary[RetentionState, dict[tuple[int, int], torch.Tensor]]()
 
-    def store_old(self: RetentionState, key: Any, offsets: torch.Tensor, layer: Any = None) -> None:
-        kept = kept_by.setdefault(self, {})
-        old = kept.get(layer)
-        kept[layer] = offsets
+    def store_old(self: RetentionState, key: Any, offsets: torch.Tensor, layers: slice) -> None:
+        kept, of_layers = kept_by.setdefault(self, {}), (layers.start, layers.stop)
+        old = kept.get(of_layers)
+        kept[of_layers] = offsets
         is_alike = old is not None and old.flatten()[-1] == offsets.flatten()[-1]
-        store(self, key, old if old is not None and is_alike else offsets, layer)
+        store(self, key, old if old is not None and is_alike else offsets, layers)
 
     store = RetentionState.store
     patch.setattr(RetentionState, "store", store_old)
@@ -610,7 +610,12 @@ def of_contexts(prompt_interval: int) -> dict[str, Any]:
     return {"servers": servers, "without": ("generate", "shuffle", "reset_prefix_cache")}
 
 
+OF_SMALL_PAGES = {
+    "servers": settings_of_servers().filter(lambda drawn: drawn.sizes.page < drawn.sizes.block)
+}
 SHY = {
+    "a block freed that a page still needs": OF_SMALL_PAGES,
+    "a page addressed with a block's stride": OF_SMALL_PAGES,
     "half a context found": of_contexts(0),
     "a block of a turn named before it is full": of_contexts(0),
     "a context named before it is packed": of_contexts(0),

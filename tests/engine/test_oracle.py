@@ -59,7 +59,7 @@ def record(
         start(eviction, 100, **limits) as engine,
         recording(engine.worker.model_runner) as recorder,
     ):
-        engine.generate(make_prompts(PROMPT_LENS), 20, [settings] * len(PROMPT_LENS))
+        engine.generate(make_prompts(PROMPT_LENS), 8, [settings] * len(PROMPT_LENS))
     return recorder
 
 

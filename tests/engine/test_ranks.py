@@ -182,7 +182,8 @@ def test_ranks_answer_and_retain_as_the_oracle(
     oracle.check(answer.token_ids, answer.logprobs, retained)
 
 
-@pytest.mark.parametrize("kind", ["tensor", pytest.param("pipeline", marks=pytest.mark.load)])
+@pytest.mark.load  # the tests of two ranks run each time
+@BOTH
 def test_two_nodes_answer_and_retain_what_two_ranks_of_one_node_do(
     kind: str, served: Callable[[str], Served], llama: Path, tmp_path: Path
 ) -> None:

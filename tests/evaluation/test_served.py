@@ -62,7 +62,8 @@ def examples(tokenizer: PreTrainedTokenizerBase) -> list[Example]:
 def test_it_answers_as_the_model_does_off_the_engine(
     server: Endpoint, examples: list[Example]
 ) -> None:
-    config = parse(url=server.url, scenarios=SCENARIOS)
+    given = {"scenarios": SCENARIOS, "budgets": (BUDGET,)}
+    config = parse(url=server.url, **given)
     found = list(served.answer(config, examples, set()))
     assert [{p.example for p in each} for each in found] == [{e.name} for e in examples]
     settings = [each for scenario in SCENARIOS for each in config.settings(scenario)]
@@ -70,7 +71,7 @@ def test_it_answers_as_the_model_does_off_the_engine(
         assert [p.setting for p in each] == settings
     # By a metric that more text may lower: off the engine a right answer would end at once.
     whole = [replace(example, metric="qa_f1") for example in examples[:2]]
-    expected = list(off_engine.answer(parse(through="model", scenarios=SCENARIOS), whole, set()))
+    expected = list(off_engine.answer(parse(through="model", **given), whole, set()))
     by_example = [a + b for a, b in zip(expected[::2], expected[1::2], strict=True)]
     for through_engine, off in zip(found[:2], by_example, strict=True):
         for a, b in zip(through_engine, off, strict=True):
