@@ -157,6 +157,7 @@ def measure(
         "num_blocks": config.cache_config.num_gpu_blocks,
         "vllm": vllm.__version__,
     }
+    llm.llm_engine.engine_core.shutdown()  # else the process waits for the engine's, at its end
     return Served(answers, seen, counts)
 
 
