@@ -60,8 +60,9 @@ lint: develop ## ruff, its formatter, mypy, and the contracts on imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
+# Not --quiet: what is not said is no error.
 docs: develop ## build the documentation site into site/; broken links and anchors are errors
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 tables: develop ## make the tables of the documentation from the code
 	$(BIN)/python -m tests.tables

@@ -130,7 +130,7 @@ def engine_arguments(job: Job) -> dict[str, Any]:
         "max_model_len": job["max_model_len"],
         "disable_log_stats": False,  # the preemption counter is one of the log stats
     }
-    for name in ("block_size", "kv_cache_dtype"):
+    for name in ("block_size", "kv_cache_dtype", "speculative_config"):
         if job.get(name):
             arguments[name] = job[name]
     if job["eviction"] is not None:

@@ -37,7 +37,7 @@ def measure(job: Job) -> Result:
     before = _counts(llm)
     seconds = _timed(llm, job, job["output_len"])
     stats = eviction_stats(llm, job)
-    steps, preemptions = (after - b for after, b in zip(_counts(llm), before, strict=True))
+    counts = {name: count - before[name] for name, count in _counts(llm).items()}
     # Preempted prompts are selected from again: this is the time of each prompt's first selection.
     first = len(job["prompts"]) / stats["num_evicted"] if stats["num_evicted"] else 0.0
     most_held = max(held)
@@ -50,8 +50,7 @@ def measure(job: Job) -> Result:
         "selection_seconds": stats["selection_seconds"],
         "selection_seconds_once": stats["selection_seconds"] * first,
         "num_evicted": stats["num_evicted"],
-        "steps": steps,
-        "preemptions": preemptions,
+        **counts,
         # Of all blocks but the one that vLLM keeps for itself.
         "most_blocks_per_request": most_held * (engine["num_blocks"] - 1),
         "output_tokens": len(job["prompts"]) * job["output_len"],
@@ -110,10 +109,15 @@ def generate(llm: "LLM", prompts: list[list[int]], output_len: int) -> list["Req
     return outputs
 
 
-def _counts(llm: "LLM") -> tuple[int, int]:
-    """Steps of the engine and preemptions so far."""
+def _counts(llm: "LLM") -> dict[str, int]:
+    """Steps of the engine, preemptions, and tokens drafted and accepted, so far."""
     metrics = {each.name: each for each in llm.get_metrics()}
-    return (
-        metrics["vllm:iteration_tokens_total"].count,
-        metrics["vllm:num_preemptions"].value,
-    )
+    counts = {"steps": metrics["vllm:iteration_tokens_total"].count}
+    for name, counted in (
+        ("preemptions", "num_preemptions"),
+        ("drafted", "spec_decode_num_draft_tokens"),
+        ("accepted", "spec_decode_num_accepted_tokens"),
+    ):
+        metric = metrics.get(f"vllm:{counted}")  # nobody drafts where it is missing
+        counts[name] = metric.value if metric else 0
+    return counts

@@ -41,6 +41,9 @@ def main(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Also both with a cache of this type, such as fp8.")
     ] = "",
+    num_draft_tokens: Annotated[
+        int, typer.Option(min=0, help="Drafted at a time by the model itself; 0: no drafts.")
+    ] = 0,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     dtype: str = dtype_name(fast_dtype()),
     enforce_eager: Annotated[
@@ -70,6 +73,9 @@ def main(
         "eviction": None,
     }
     decoding = {"decode_budget": decode_budget, "decode_interval": decode_interval}
+    if num_draft_tokens:
+        itself = {"method": "draft_model", "model": model}
+        stock["speculative_config"] = {**itself, "num_speculative_tokens": num_draft_tokens}
     eviction = EvictionConfig.parse({"method": method, "budget": parse_number(budget), **decoding})
     plugin = {**stock, "kv_bytes": kv_mib * MIB, "eviction": eviction.model_dump()}
     jobs = {"stock": stock, "plugin": plugin}
@@ -138,7 +144,7 @@ def _spread(ratios: list[float]) -> dict[str, float]:
 def _print_table(measured: list[Round], summary: dict[str, Any]) -> None:
     table = Table(title="Throughput: stock vLLM and the plugin")
     columns = ("round", "engine", "seconds", "tokens/s", "requests/step", "preemptions", "blocks")
-    for column in (*columns, "blocks a request", "prefill alone", "selection"):
+    for column in (*columns, "blocks a request", "prefill alone", "selection", "accepted"):
         table.add_column(column, justify="left" if column == "engine" else "right")
     for number, results in enumerate(measured, start=1):
         for name, result in results.items():
@@ -153,6 +159,7 @@ def _print_table(measured: list[Round], summary: dict[str, Any]) -> None:
                 f"{result['most_blocks_per_request']:.1f}",
                 f"{result['prefill_seconds']:.2f} s",
                 f"{result['selection_seconds_once']:.2f} s" if name.startswith("plugin") else "",
+                f"{result['accepted']} of {result['drafted']}" if result["drafted"] else "",
             )
         table.add_section()
     console = table_console()

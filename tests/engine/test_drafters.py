@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.all_methods import engines_of
 from tests.engine.conftest import BLOCK_SIZE, Answer, Engine, EngineFactory, preempting_all
+from tests.engine.machine import BUT_PREFILL
 from tests.engine.random_models import SHAPE, random_eagle, random_llama, random_prompts
 from vllm_kvselect.engine.frontend.start_up import block_bytes
 
@@ -42,14 +43,7 @@ SERVER = {
     "method": "adakv-perturb",
     "budget": 96,
     "check_integrity": True,
-    "allow_override": [
-        "method",
-        "budget",
-        "context",
-        "decode_budget",
-        "decode_interval",
-        "prompt_interval",
-    ],
+    "allow_override": BUT_PREFILL,
 }
 
 

@@ -97,9 +97,14 @@ def test_clients_that_leave_in_mid_prefill_and_right_after_eviction(
         assert engine.worker.kv_eviction_stats()["num_requests"] == 0
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "the model itself"])
+# A drafter that is right drafts less often.
+@pytest.mark.parametrize(("drafter", "least"), [("ngram", 200), ("the model itself", 100)])
 def test_speculation_changes_nothing(
-    drafter: str, start_engine: EngineFactory, shallow_model: Path, text_tokens: list[int]
+    drafter: str,
+    least: int,
+    start_engine: EngineFactory,
+    shallow_model: Path,
+    text_tokens: list[int],
 ) -> None:
     # Tokens alone hardly show a wrong draft: the model repeats itself.
     names = ("greedy", "JSON", "stop string", "until the context is full")
@@ -116,7 +121,7 @@ def test_speculation_changes_nothing(
         assert_equal(requests, expected, service.answers)
         assert service.seen["preemptions"] > 0
         assert metric(engine, "vllm:spec_decode_num_accepted_tokens") > 10
-        assert metric(engine, "vllm:spec_decode_num_draft_tokens") > 100
+        assert metric(engine, "vllm:spec_decode_num_draft_tokens") > least
         assert engine.llm.reset_prefix_cache()  # fails while blocks are held
 
 

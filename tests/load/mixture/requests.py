@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
 from vllm_kvselect.planning.cuts import cuts
 from vllm_kvselect.planning.segments import sparse_segments
 from vllm_kvselect.request import request_config
@@ -24,16 +24,7 @@ SERVER: dict[str, Any] = {
     "prefill_segment": 64,
     "prefill_budget": 64,
     "prefill_dense_until": 64,
-    "allow_override": [
-        "method",
-        "budget",
-        "context",
-        "decode_budget",
-        "decode_interval",
-        "prefill",
-        "prefill_budget",
-        "prompt_interval",
-    ],
+    "allow_override": OVERRIDE_NAMES,
 }
 WITH_ROUNDS: tuple[dict[str, Any], ...] = (
     {"kv_eviction_decode_budget": 64, "kv_eviction_decode_interval": 33},

@@ -7,6 +7,7 @@ output projections need a hook in vLLM's code.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -171,7 +172,7 @@ class EvictionWorker(ABC):
             and isinstance(builder.kv_cache_spec, HeadwiseSpec)
         ]
 
-    @property
+    @cached_property
     def _of_drafter(self) -> frozenset[str]:
         """Names of the attention layers of a drafter; none where it has no layers."""
         drafter = getattr(self.model_runner, "drafter", None)
