@@ -196,6 +196,7 @@ def _engine(
     engine = Engine(
         LLM(str(model), **engine_settings(eviction, num_blocks, model=model, **settings))
     )
+    envs.disable_envs_cache()  # other tests of this process set variables
     try:
         yield engine
     finally:
