@@ -19,7 +19,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.utils import func_utils
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.engine.quick_starts import start_quickly
+from tests.engine.quick_starts import look_at_models_here, start_quickly
 from tests.engine.random_models import random_llama, random_persimmon
 from tests.engine.server import serving
 from tests.marks import starts_engine
@@ -293,7 +293,8 @@ def share_engine(start_engine: EngineFactory, shallow_model: Path) -> EngineFact
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _give_back_the_shared_engine() -> Iterator[None]:
+def _engines() -> Iterator[None]:
+    look_at_models_here()
     yield
     _kept.give_back()
 
@@ -322,8 +323,6 @@ def _with_fewer_tokens(folder: Path) -> Path:
 @pytest.fixture
 def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model of which nobody has a probe."""
-    # vLLM's own cache stays: without it, a process looks what the model's class can do.
-    monkeypatch.setenv("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return random_llama(tmp_path / "llama")
 
