@@ -112,12 +112,11 @@ def generate(llm: "LLM", prompts: list[list[int]], output_len: int) -> list["Req
 def _counts(llm: "LLM") -> dict[str, int]:
     """Steps of the engine, preemptions, and tokens drafted and accepted, so far."""
     metrics = {each.name: each for each in llm.get_metrics()}
-    counts = {"steps": metrics["vllm:iteration_tokens_total"].count}
-    for name, counted in (
-        ("preemptions", "num_preemptions"),
-        ("drafted", "spec_decode_num_draft_tokens"),
-        ("accepted", "spec_decode_num_accepted_tokens"),
-    ):
-        metric = metrics.get(f"vllm:{counted}")  # nobody drafts where it is missing
+    counts = {
+        "steps": metrics["vllm:iteration_tokens_total"].count,
+        "preemptions": metrics["vllm:num_preemptions"].value,
+    }
+    for name, drafts in (("drafted", "draft"), ("accepted", "accepted")):
+        metric = metrics.get(f"vllm:spec_decode_num_{drafts}_tokens")  # missing: nobody drafts
         counts[name] = metric.value if metric else 0
     return counts
