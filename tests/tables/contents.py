@@ -13,12 +13,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tests.tables.code import PACKAGE, ROOT, first_clause, parsed, parts, served
-from tests.tables.messages import of_requests, start_up
+from tests.tables.messages import FIRST, LAST, OR, of_requests, start_up
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.frontend.options import add_cli_args
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.request import REQUEST_KEYS
 
+MOST_IN_A_LINE = 4  # reasons of one message
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -199,7 +200,17 @@ def _line(name: str, text: str, depth: int) -> str:
 
 def refusals() -> str:
     """What is refused at start-up: the reason, a semicolon, what to do."""
-    return "\n".join(f"- {text}" for text in start_up(served()))
+    return "\n".join(_with_its_reasons(text) for text in start_up(served()))
+
+
+def _with_its_reasons(text: str) -> str:
+    """A message in a line; if it may give many reasons, each in a line below."""
+    before, _, rest = text.partition(FIRST)
+    together, _, after = rest.partition(LAST)
+    reasons = together.split(OR)
+    if len(reasons) <= MOST_IN_A_LINE:
+        return f"- {before}{together}{after}"
+    return "\n".join([f"- {before}*reason*{after}:", *(f"    - {each}" for each in reasons)])
 
 
 def refused_requests() -> str:

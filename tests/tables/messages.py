@@ -12,6 +12,9 @@ from pathlib import Path
 from tests.tables.code import file_of, parsed
 
 GAP = "…"
+OR = " *or* "
+FIRST, LAST = "⟨", "⟩"
+"""Around reasons that one sentence may give."""
 Bound = dict[str, list[str]]
 """What a name may stand for."""
 
@@ -122,7 +125,7 @@ def _of_each(node: ast.ListComp, path: Path, bound: Bound) -> list[str]:
     dictionary = ast.unparse(loop.iter).removesuffix(".items()")
     if dictionary not in bound or not isinstance(loop.target, ast.Tuple):
         return []
-    together = " *or* ".join(bound[dictionary])
+    together = f"{FIRST}{OR.join(bound[dictionary])}{LAST}"
     return _texts(node.elt, path, {**bound, ast.unparse(loop.target.elts[0]): [together]})
 
 
