@@ -26,6 +26,7 @@ from tests.marks import starts_engine
 from tests.probe_files import probe_of
 from tests.process_memory import give_back_freed_memory
 from vllm_kvselect.engine.platforms import has_fp8_caches
+from vllm_kvselect.kernels import build
 from vllm_kvselect.shallow_model import shallow_copy
 from vllm_kvselect.tiny_model import tiny_model
 
@@ -323,6 +324,8 @@ def _with_fewer_tokens(folder: Path) -> Path:
 @pytest.fixture
 def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model of which nobody has a probe."""
+    # Where the kernels are follows from the same variable: they would be compiled once more.
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(build.library_path().parent))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return random_llama(tmp_path / "llama")
 

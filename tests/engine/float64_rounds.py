@@ -116,6 +116,7 @@ class Answered:
         self._steps = {owner: self._steps_of(owner, at_prompt) for owner in rounds[0].columns}
         self._seen: dict[int, tuple[torch.Tensor, ...]] = {}
         self._masks: dict[int, torch.Tensor] = {}
+        self._sums: dict[Owner, torch.Tensor] = {}
 
     def check_tokens(self) -> None:
         """No token is likelier than those of the answer, whose probabilities are right."""
@@ -179,8 +180,14 @@ class Answered:
         self._masks[layer] = is_seen
         return attention(*tensors, is_seen, self._model.sinks(layer))
 
-    def _received(self, layer: int, head: int, number: int) -> torch.Tensor:
-        """What a head's tokens have received from all queries before a round, `[num_tokens]`."""
+    def _received(self, layer: int, head: int, position: int) -> torch.Tensor:
+        """What a head's tokens have received from the queries before a position, `[num_tokens]`."""
+        if (layer, head) not in self._sums:
+            self._sums[layer, head] = self._weights(layer, head).cumsum(0)
+        return self._sums[layer, head][position - 1]
+
+    def _weights(self, layer: int, head: int) -> torch.Tensor:
+        """What every query of a head pays to every token, `[num_tokens, num_tokens]`."""
         query, key, _ = self._seen[layer]
         group, sinks = query.shape[1] // key.shape[1], self._model.sinks(layer)
         queries, own = slice(head * group, (head + 1) * group), slice(head, head + 1)
@@ -188,7 +195,7 @@ class Answered:
         weights = attention_weights(
             query[:, queries], key[:, own], mask, None if sinks is None else sinks[queries]
         )
-        return weights.mean(0)[: self._rounds[number].cut.position].sum(0)
+        return weights.mean(0)
 
     def _entries(self, owner: Owner, number: int) -> list[int]:
         """What a head held before a round."""
@@ -214,7 +221,7 @@ class Answered:
             None if sinks is None else sinks[queries],
             self._model.theta(layer),
             self._model.probes[layer][:, own],
-            received=self._received(layer, head, number)[None, entries],
+            received=self._received(layer, head, self._rounds[number].cut.position)[None, entries],
             positions=torch.tensor(entries),
         )
 

@@ -21,6 +21,7 @@ from vllm_kvselect.registry import METHODS, PREFERRED
 
 AUTO = ("--kv-eviction", "auto", "--kv-eviction-budget", "0.25")
 BLOCKS = ("--block-size", "32")
+IN_ROUNDS = ("--kv-eviction-decode-budget", "256")
 
 
 def chosen(*command: str) -> str:
@@ -73,12 +74,14 @@ def test_weights_that_are_not_here_yet_have_no_probe(tmp_path: Path, llama: Path
     assert chosen(*AUTO, *without_tokenizer(llama)) == "layer-defensivekv"
 
 
-def test_with_a_decode_budget_the_best_that_can_be_made_in_rounds_is_taken(
+def test_a_probe_is_taken_with_a_decode_budget() -> None:
+    assert chosen(*AUTO, *IN_ROUNDS) == "layer-probe"
+
+
+def test_without_a_probe_the_best_that_can_be_made_in_rounds_is_taken(
     llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    in_rounds = ("--kv-eviction-decode-budget", "256")
-    assert chosen(*AUTO, *in_rounds) == "layer-probe"
-    command = (*AUTO, *without_tokenizer(llama), *in_rounds)  # nobody has a probe of this one
+    command = (*AUTO, *without_tokenizer(llama), *IN_ROUNDS)
     assert chosen(*command) == "thetakv"
     (_, choice), *_ = said(caplog, *command)
     assert "not layer-defensivekv: with a decode budget, it compares a token over heads" in choice

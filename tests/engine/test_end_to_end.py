@@ -275,19 +275,19 @@ def test_chunks_of_any_size_retain_the_same(start_engine: EngineFactory, make_pr
 def test_preempted_requests_resume_as_if_never_interrupted(
     start_engine: EngineFactory, make_prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = make_prompts([600 + 13 * i for i in range(6)])
+    prompts = make_prompts([300 + 13 * i for i in range(6)])
     # The latest are preempted first.
     methods = (None, "pyramidkv", None, "layer-defensivekv", "h2o", "layer-thetakv")
     extra_args = [method and {"kv_eviction": method} for method in methods]
     with start_engine(ANY_METHOD, 200) as engine:
-        expected = engine.generate_alone(prompts, 220, extra_args)
+        expected = engine.generate_alone(prompts, 110, extra_args)
 
     preempted, reached = [], set()
     preempt = Scheduler._preempt_request
 
     def record(scheduler: Scheduler, request: Any, *args: Any, **kwargs: Any) -> None:
         generated = request.num_tokens - request.num_prompt_tokens
-        preempted.append((methods[(request.num_prompt_tokens - 600) // 13], generated))
+        preempted.append((methods[(request.num_prompt_tokens - 300) // 13], generated))
         preempt(scheduler, request, *args, **kwargs)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", record)
@@ -297,8 +297,8 @@ def test_preempted_requests_resume_as_if_never_interrupted(
         {"max_num_batched_tokens": 100, "max_num_seqs": 8},
     ):
         preempted.clear()
-        with start_engine(ANY_METHOD, 50, max_model_len=1024, **settings) as engine:
-            assert engine.generate(prompts, 220, extra_args) == expected
+        with start_engine(ANY_METHOD, 39, max_model_len=1024, **settings) as engine:
+            assert engine.generate(prompts, 110, extra_args) == expected
             assert engine.blocks_in_use() == 0
         in_mid_answer = {method for method, num_generated in preempted if num_generated > 1}
         assert in_mid_answer

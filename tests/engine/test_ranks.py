@@ -195,14 +195,11 @@ def test_two_nodes_answer_and_retain_what_two_ranks_of_one_node_do(
     assert on_two.metrics == on_one.metrics
 
 
+@pytest.mark.load  # `test_checks` compares specs each time
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
-        pytest.param(
-            "tensor",
-            "specs for the same layer are different across workers",  # vLLM's own words
-            marks=pytest.mark.load,
-        ),
+        ("tensor", "specs for the same layer are different across workers"),  # vLLM's own words
         ("pipeline", "nodes were started with different --kv-eviction"),
     ],
 )

@@ -177,6 +177,7 @@ def _who_leaves_while_a_file_is_read_leaves_no_block(
     assert hits == [32 * BORDER]
 
 
+@pytest.mark.xdist_group("ranks")  # which has a process that starts others quickly
 def test_two_ranks_read_a_context_together_or_not_at_all(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

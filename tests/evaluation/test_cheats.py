@@ -8,6 +8,8 @@ from vllm_kvselect.evaluation.settings import FULL, EvaluationConfig
 from vllm_kvselect.evaluation.suites.needles import needles
 from vllm_kvselect.offline.models import load_tokenizer
 
+pytestmark = pytest.mark.xdist_group("cheats")  # one process answers for all
+
 CONFIG = EvaluationConfig.parse(
     {
         "suite": "needles",
