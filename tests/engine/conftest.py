@@ -35,7 +35,7 @@ needs_fp8_caches = pytest.mark.skipif(
     reason="vLLM has no fp8 cache without AVX-512 or AMX",
 )
 BLOCK_SIZE = 32
-SHALLOW_LAYERS, NUM_TOKENS = 4, 8192
+SHALLOW_LAYERS, NUM_TOKENS, MLP_SIZE = 4, 8192, 256
 DEFAULTS = {
     "dtype": "float32",
     "max_model_len": 2048,
@@ -302,21 +302,28 @@ def _engines() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shallow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model cut down to its first layers and its commonest tokens.
+    """The small model cut down to its first layers, its commonest tokens and narrow MLPs.
 
-    Real weights, real tokens, a real engine: with all tokens, their logits take longer than layers.
+    Real attention, real tokens, a real engine: with all of the rest, what it computes beside
+    attention takes several times as long.
     """
     folder = tmp_path_factory.mktemp("shallow") / "model"
-    return _with_fewer_tokens(shallow_copy(tiny_model(), SHALLOW_LAYERS, folder))
+    return _narrowed(shallow_copy(tiny_model(), SHALLOW_LAYERS, folder))
 
 
-def _with_fewer_tokens(folder: Path) -> Path:
-    """Takes the others out of a model's weights, but not out of its tokenizer."""
+def _narrowed(folder: Path) -> Path:
+    """Takes tokens and channels of MLPs out of a model's weights; its tokenizer keeps all."""
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": NUM_TOKENS}))
+    narrow = {"vocab_size": NUM_TOKENS, "intermediate_size": MLP_SIZE}
+    (folder / "config.json").write_text(json.dumps(config | narrow))
     weights = load_file(folder / "model.safetensors")
-    for name in weights.keys() & {"model.embed_tokens.weight", "lm_head.weight"}:
-        weights[name] = weights[name][:NUM_TOKENS].clone()
+    for name, weight in weights.items():
+        if "embed_tokens" in name or "lm_head" in name:
+            weights[name] = weight[:NUM_TOKENS].clone()
+        elif "gate_proj" in name or "up_proj" in name:
+            weights[name] = weight[:MLP_SIZE].clone()
+        elif "down_proj" in name:
+            weights[name] = weight[:, :MLP_SIZE].clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
