@@ -8,6 +8,7 @@ import os
 import shutil
 
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from tests import marks, process_memory, slow
 
@@ -16,6 +17,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("XFORMERS_ENABLE_TRITON", "1")  # without a GPU too
+
+# Hypothesis takes constants from the modules that are loaded: what is drawn, derandomized or not,
+# would depend on the tests that ran before.
+providers._get_local_constants = providers.Constants
 
 
 def pytest_configure(config: pytest.Config) -> None:

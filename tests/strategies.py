@@ -12,7 +12,7 @@ from vllm_kvselect.scoring.value_norms import OutputProjection
 
 BLOCK_SIZES = (4, 8, 16, 32)
 
-few = settings(max_examples=25, deadline=None, derandomize=True)
+few = settings(max_examples=15, deadline=None, derandomize=True)
 """For tests that are parametrized over methods or run the loops of the oracle several times."""
 some = settings(max_examples=100, deadline=None, derandomize=True)
 many = settings(max_examples=200, deadline=None, derandomize=True)

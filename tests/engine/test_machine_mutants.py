@@ -638,8 +638,7 @@ def test_planted_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     errors, words = OTHER_ERRORS.get(name, ((), ""))
     seen: Counter[str] = Counter()
     with pytest.raises((*FINDINGS, *errors)) as found:
-        # What is drawn depends on the modules loaded so far, also derandomized (hypothesis draws
-        # constants from their code). Most mutants are found within some 2,000 steps.
+        # Most mutants are found within some 2,000 steps.
         run(2000, seen, derandomize=True, phases=(Phase.generate,), **SHY.get(name, {}))
     if not isinstance(found.value, FINDINGS):
         found.match(words)

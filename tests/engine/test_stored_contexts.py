@@ -190,7 +190,7 @@ def test_two_ranks_read_a_context_together_or_not_at_all(
     with _engine(eviction, 60, model=llama, **given) as engine:
         first = engine.generate([prompt], 12)
         assert len(files(folder, 2)) == 2
-    with _engine(eviction, 60, model=llama, **given) as engine:
+        assert engine.scheduler.reset_prefix_cache()
         hits = engine.record_hits()
         again = engine.generate([prompt], 12)
         assert hits == [256]
