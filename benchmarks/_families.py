@@ -39,6 +39,13 @@ SMALL_STATES = {
 }
 """A block is as large as a state, and the prompt is short."""
 
+GEMMA_4 = {
+    **SLIDING,
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
 MAMBA_2 = {
     "mamba_n_heads": 4,
     "mamba_d_head": 64,
@@ -151,21 +158,10 @@ FAMILIES = (
     Family(
         "Gemma 3n",
         "gemma3n_text",
-        {**SLIDING, "num_kv_shared_layers": 2},
-        architecture="Gemma3nForCausalLM",
+        {**SLIDING, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY},
     ),
-    Family(
-        "Gemma 4",
-        "gemma4_text",
-        {
-            **SLIDING,
-            "global_head_dim": 64,
-            "num_global_key_value_heads": 2,
-            "num_kv_shared_layers": 0,
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": VOCABULARY,
-        },
-    ),
+    Family("Gemma 4", "gemma4_text", {**GEMMA_4, "num_kv_shared_layers": 0}),
+    Family("Gemma 4 E2B, E4B", "gemma4_text", {**GEMMA_4, "num_kv_shared_layers": 2}),
     Family(
         "LFM2",
         "lfm2",

@@ -36,6 +36,7 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     ({"check_integrity": 1}, "check_integrity = 1", "valid boolean"),
     ({"context": 0}, "context = 0", "greater than or equal to 1"),
     ({"context": "last"}, "context = 'last'", "'chat'"),
+    ({"cut_at_once": "no"}, "cut_at_once = 'no'", "valid boolean"),
     ({"turn_start": ["user"]}, "turn_start = 'user'", "valid integer"),
     ({"window": 0}, "window = 0", "greater than or equal to 1"),
     ({"window": 32.0}, "window = 32.0", "valid integer"),

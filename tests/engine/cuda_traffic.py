@@ -28,6 +28,8 @@ SERVERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"allow_override": ["budget", "decode_budget"], "method": "layer-thetakv"},
         (),
     ),
+    "cuts in prompts": ({"budget": 300, "prompt_interval": 256}, ()),
+    "caches that other layers read": ({"budget": 300, "cut_at_once": False}, ()),
     "sparse prefill": (
         {"prefill": "critiprefill", "prefill_budget": 512, "prefill_dense_until": 1024},
         (),
@@ -57,6 +59,8 @@ def chunk(request: Request, num_wanted: int) -> int:
     end = min(begin + num_wanted, request.query.shape[1])
     # Contexts aside, which are not drawn, tokens are generated one by one.
     end = min(end, max(prompt.plan.num_prompt_tokens, begin + 1))
+    if (cut := prompt.plan.cuts.next_after(begin)) is not None and prompt.plan.ends_chunks:
+        end = min(end, cut.position)
     if prompt.plan.segments is not None:
         border = prompt.plan.segments.last_border(end)
         end = (

@@ -132,6 +132,10 @@ class Model:
 
         return mix
 
+    def owner(self, layer: int) -> int:
+        """The layer whose cache a layer reads: its own."""
+        return layer
+
     def theta(self, layer: int) -> float:
         """Base of the rotary embedding."""
         parameters = self.config["rope_parameters"]
@@ -259,10 +263,11 @@ class Answer:
 
         def attend(layer: int, query: Any, key: Any, value: Any) -> torch.Tensor:
             is_seen = causal(len(tokens), self._model.windows[layer]).repeat(key.shape[1], 1, 1)
+            owner = self._model.owner(layer)
             for head in range(key.shape[1]):
-                if (layer, head) in retained:
+                if (owner, head) in retained:
                     is_dropped = torch.ones(tail_begin(prompt_len), dtype=torch.bool)
-                    is_dropped[list(retained[layer, head])] = False
+                    is_dropped[list(retained[owner, head])] = False
                     is_seen[head, prompt_len:, : len(is_dropped)] &= ~is_dropped
             return attention(query, key, value, is_seen, self._model.sinks(layer))
 
@@ -279,7 +284,8 @@ class Answer:
             return attention(*tensors, by_head, self._model.sinks(layer))
 
         self._model.logits(self._prompt, attend)
-        full = [layer for layer in seen if self._model.windows[layer] is None]
+        owners = [layer for layer in seen if self._model.owner(layer) == layer]
+        full = [layer for layer in owners if self._model.windows[layer] is None]
         expected = {}
         for rank in range(num_ranks):
             layers = []

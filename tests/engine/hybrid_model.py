@@ -57,6 +57,14 @@ class HybridModel(Model):
         output = getattr(attention, "o_proj", None) or attention.out_proj
         return output.weight.double()
 
+    def owner(self, layer: int) -> int:
+        """The layer whose cache a layer reads: of its kind, the last one that has its own."""
+        num_owners = self.num_layers - (self.config.get("num_kv_shared_layers") or 0)
+        if layer < num_owners:
+            return layer
+        types = self.config["layer_types"]
+        return max(index for index in range(num_owners) if types[index] == types[layer])
+
     def sinks(self, layer: int) -> None:
         """No model here has any."""
 

@@ -106,6 +106,8 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
             prefill_block=8,
             prefill_dense_until=draw(st.sampled_from((0, 32))),
             prefill_dense_layers=draw(st.integers(0, 1)),
+            # Layers that read other layers' caches prefill densely.
+            cut_at_once=is_sparse or draw(st.sampled_from((True, True, False))),
         ),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(st.integers(SEGMENT + max_num_seqs if is_sparse else 8, 200)),

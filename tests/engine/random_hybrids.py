@@ -51,15 +51,22 @@ def lfm2() -> PreTrainedModel:
     return Lfm2ForCausalLM(config)
 
 
-def gemma4() -> PreTrainedModel:
-    """Two layers with a sliding window before each of two with larger heads, which have none."""
+def gemma4(num_sharing_layers: int = 0) -> PreTrainedModel:
+    """Two layers with a sliding window before each of two with larger heads, which have none.
+
+    Args:
+        num_sharing_layers: Three, or none, behind these: they read the caches of the last layers of
+            their kinds.
+    """
+    num_layers = 6 + num_sharing_layers
     config = Gemma4TextConfig(
-        num_hidden_layers=6,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        num_hidden_layers=num_layers,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"]
+        * (num_layers // 3),
         sliding_window=64,
         global_head_dim=64,
         num_global_key_value_heads=4,
-        num_kv_shared_layers=0,
+        num_kv_shared_layers=num_sharing_layers,
         hidden_size_per_layer_input=0,
         vocab_size_per_layer_input=SHAPE["vocab_size"],
         **SHAPE,

@@ -71,7 +71,7 @@ def recording(runner: Any) -> Iterator[Recorder]:
     ) -> Any:
         result = forward(self, layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         tensors = {"query": query, "key": key, "value": value, "output": output}
-        if self.sliding_window == -1:
+        if self.sliding_window == -1 and self.kv_sharing_target_layer_name is None:
             recorder.add(runner, self.layer_index, tensors)
         return result
 

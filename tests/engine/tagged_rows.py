@@ -180,9 +180,9 @@ class Row:
     @property
     def retained(self) -> Retained | None:
         """What its next tokens read of the earlier ones."""
-        at_once = self.in_prompt[0] if len(self.in_prompt) == 1 else None
         made = [each for each in self.cuts if each.position <= self.num_computed]
-        return made[-1] if made else at_once
+        is_at_once = len(self.in_prompt) == 1 and self.eviction.cut_at_once
+        return made[-1] if made else self.in_prompt[0] if is_at_once else None
 
     @property
     def cuts(self) -> list[Retained]:

@@ -404,7 +404,6 @@ def test_vllms_compiler_fuses_no_quantisation_into_outputs() -> None:
     [
         ({"alibi_slopes": [0.5] * 4}, "ALiBi"),
         ({"logits_soft_cap": 30.0}, "a logits soft cap"),
-        ({"kv_sharing_target_layer_name": "x"}, "a KV cache shared between layers"),
     ],
 )
 def test_layers_that_the_one_head_view_cannot_express_are_refused(

@@ -5,6 +5,7 @@ Only FlashAttention's calls have stand-ins. The answers are those of the CPU bac
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.engine import flash_attention
 from tests.engine.conftest import EngineFactory, preempting_all
 from tests.engine.float64_prefill import recording_blocks
 from tests.engine.float64_rounds import recording_rounds
+from tests.engine.random_hybrids import gemma4, saved
 from tests.engine.random_models import random_gemma3, random_gpt_oss, random_prompts
 from vllm_kvselect.engine import platforms
 from vllm_kvselect.engine.cpu.worker import EvictionCPUWorker
@@ -103,7 +105,12 @@ def test_long_answers_are_those_of_the_cpu_backend(
     assert [len(num_rounds[0][length]) for length in PROMPT_LENS] == [2, 2, 1, 2]
 
 
-@pytest.mark.parametrize("make_model", [random_gemma3, random_gpt_oss])
+def random_gemma4(folder: Path) -> Path:
+    """With layers that read other layers' caches."""
+    return saved(partial(gemma4, 3), folder)
+
+
+@pytest.mark.parametrize("make_model", [random_gemma3, random_gpt_oss, random_gemma4])
 def test_sliding_windows_beside_full_attention_stay_vllms_and_sinks_count(
     make_model: Callable[[Path], Path],
     start_engine: EngineFactory,
@@ -114,7 +121,7 @@ def test_sliding_windows_beside_full_attention_stay_vllms_and_sinks_count(
     prompts, num_freed = random_prompts([200, 40, 170]), []
     answers = []
     for _ in ("FlashAttention", "CPU"):
-        with start_engine(EVICTION, 60, **settings) as engine:
+        with start_engine({**EVICTION, "probe": None}, 60, **settings) as engine:
             answers.append(engine.generate(prompts, 60))
             num_freed.append(engine.worker.kv_eviction_stats()["num_evicted"])
         on_flash_attention.undo()

@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,6 +88,9 @@ class Family(NamedTuple):
 FAMILIES = {
     "lfm2": Family(lfm2, [2, 5], 32, caches=True),
     "gemma4": Family(gemma4, [2, 5], 32, caches=True, aligned_hits=64, token_bytes=4096),
+    "gemma4_sharing": Family(
+        partial(gemma4, 3), [2, 5], 32, caches=True, aligned_hits=64, token_bytes=4096
+    ),
     "granite": Family(granite_h, [1, 3], 96),
     "falcon": Family(falcon_h1, [0, 1], 96),
     "nemotron": Family(nemotron_h, [2, 5], 96),
@@ -130,7 +134,9 @@ def hybrid(
         yield Hybrid(family, folder, start)
 
 
-caching = pytest.mark.parametrize("hybrid", ["lfm2", "gemma4", "qwen3_next"], indirect=True)
+caching = pytest.mark.parametrize(
+    "hybrid", ["lfm2", "gemma4", "gemma4_sharing", "qwen3_next"], indirect=True
+)
 """Of Mamba 2 vLLM's CPU code caches no prompts: it has no states inside a chunk."""
 
 

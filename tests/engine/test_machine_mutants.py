@@ -563,6 +563,7 @@ PAST_A_CUT = (RuntimeError,), "runs past"
 ANY_WORDS = r"\S"
 OTHER_ERRORS: dict[str, tuple[tuple[type[Exception], ...], str]] = {
     "a page addressed with a block's stride": ((IndexError,), "out of bounds"),
+    "hits not capped": ((IndexError,), "out of range"),
     "packed into blocks of layers beside": ((IndexError, RuntimeError), ANY_WORDS),
     "a hit without the state behind it": ((AssertionError,), "beside"),
     "a pooled chunk past its prompt": PAST_A_CUT,

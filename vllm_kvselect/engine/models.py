@@ -34,9 +34,9 @@ _WINDOW_FIELDS = (
 
 
 def layer_types(vllm_config: VllmConfig) -> list[str]:
-    """Kinds of attention of the model's layers, in order, by Hugging Face's names."""
+    """Kinds of attention of layers with a cache of their own, in order, by Hugging Face's names."""
     model = vllm_config.model_config
-    num_layers = model.get_total_num_hidden_layers()
+    num_layers = model.get_total_num_hidden_layers() - num_sharing_layers(model)
     if model.is_hybrid:
         return _hybrid_layer_types(model)
     if vllm_config.cache_config.sliding_window is not None:  # set only where every layer slides
@@ -46,6 +46,11 @@ def layer_types(vllm_config: VllmConfig) -> list[str]:
         # No window to slide, whatever the layer is called.
         listed = ["full_attention" if kind == "sliding_attention" else kind for kind in listed]
     return list(listed[:num_layers])
+
+
+def num_sharing_layers(model: ModelConfig) -> int:
+    """How many layers of a model, its last ones, read other layers' caches (Gemma 3n and 4)."""
+    return getattr(model.hf_text_config, "num_kv_shared_layers", None) or 0
 
 
 def _hybrid_layer_types(model: ModelConfig) -> list[str]:

@@ -42,16 +42,17 @@ class Plan:
 
     @cached_property
     def cut_at_once(self) -> Cut | None:
-        """The only cut of a prompt, which is made in the step that reaches it.
+        """The only cut of a prompt, if it is made in the step that reaches it.
 
         Keys are at hand then. Other cuts are made before the step after, where a chunk begins.
         """
-        return self.cuts[0] if self.num_in_prompt == 1 else None
+        is_at_once = self.num_in_prompt == 1 and self.settings.cut_at_once
+        return self.cuts[0] if is_at_once else None
 
     @property
     def ends_chunks(self) -> bool:
-        """Whether a chunk ends at each cut, whatever the method: at all but a prompt's only one."""
-        return len(self.cuts) > 1
+        """Whether a chunk ends at each cut, whatever the method: at all but a cut at once."""
+        return len(self.cuts) > 1 or not self.settings.cut_at_once
 
     @property
     def context_cut(self) -> Cut:

@@ -30,7 +30,7 @@ class _Place(NamedTuple):
 def find_output_projections(
     model: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> dict[str, RowParallelLinear]:
-    """Finds the projection that reads each attention layer's output.
+    """Finds the projection that reads the output of each attention layer with a cache of its own.
 
     It is the row-parallel linear layer beside the attention layer in the model's tree whose input
     is as wide as the attention's output. Nothing may come between the two, such as the gate of
@@ -56,7 +56,7 @@ def find_output_projections(
     modules = dict(model.named_modules())
     found = {}
     for name, attention in modules.items():
-        if not isinstance(attention, Attention):
+        if not isinstance(attention, Attention) or attention.kv_sharing_target_layer_name:
             continue
         parent = modules[name.rpartition(".")[0]]
         candidates = _candidates(parent, attention)

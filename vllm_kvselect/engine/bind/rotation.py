@@ -47,6 +47,8 @@ def find_rotations(
     for name, attention in modules.items():
         if not isinstance(attention, Attention) or attention.sliding_window is not None:
             continue
+        if attention.kv_sharing_target_layer_name is not None:  # it rotates queries alone
+            continue
         parent = modules[name.rpartition(".")[0]]
         try:
             found[attention.layer_name] = _rotation(parent, attention, model_config, device)

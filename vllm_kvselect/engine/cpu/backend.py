@@ -47,13 +47,15 @@ class HeadwiseCPUAttentionBackend(CPUAttentionBackend):
 class HeadwiseCPUMetadataBuilder(HeadwiseBuilder, CPUAttentionMetadataBuilder):
     """Builds vLLM's metadata, split where prompts end. Stock until `start` is called."""
 
-    def _start_layers(self, layers: list[Any], state: RetentionState, kernels: Kernels) -> None:
+    def _start_layers(
+        self, layers: list[tuple[int, Any]], state: RetentionState, kernels: Kernels
+    ) -> None:
         spec, cache_dtype = self.kv_cache_spec, self.kv_cache_dtype
         sizes = spec.block_size, spec.head_size
         codec = PageCodec(self.isa, self.dtype, *sizes, kernels, cache_dtype)
         # A drafter's batches have others, which come and go between those of two steps.
         of_target, of_drafter = (Schedules(self.isa, cache_dtype) for _ in range(2))
-        for index, layer in enumerate(layers):
+        for index, layer in layers:
             schedules = of_target if index < state.num_choosing else of_drafter
             layer.impl.start(index, layer, state, codec, schedules, kernels)
 
@@ -68,7 +70,6 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         refuse_layer(
             ALiBi=self.alibi_slopes is not None,
             a_logits_soft_cap=self.logits_soft_cap != 0,
-            a_KV_cache_shared_between_layers=self.kv_sharing_target_layer_name is not None,
         )
 
     def start(
@@ -83,7 +84,7 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         """Connects the layer to its group.
 
         Args:
-            layer_index: The layer's place in the group.
+            layer_index: The place of its cache in the group.
             layer: vLLM's attention layer, with its cache and its scales.
             state: State of the group's layers.
             codec: Inner order of the pages.

@@ -116,7 +116,9 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         """Whole graphs for one token a row; mixed batches are split, outside graphs."""
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
-    def _start_layers(self, layers: list[Any], state: RetentionState, kernels: Kernels) -> None:
+    def _start_layers(
+        self, layers: list[tuple[int, Any]], state: RetentionState, kernels: Kernels
+    ) -> None:
         spec = self.kv_cache_spec
         assert isinstance(spec, HeadwiseSpec)
         manager_block_size = self.vllm_config.cache_config.block_size
@@ -138,9 +140,9 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         dtype = self.vllm_config.model_config.dtype
         if self.largest_full_graph and spec.eviction.may_drop_again:
             num_rows = min(self.largest_full_graph, self.vllm_config.scheduler_config.max_num_seqs)
-            sizes = (len(layers), num_rows, layers[0].num_heads, spec.head_size)
+            sizes = (state.num_layers, num_rows, self.layers[0].num_heads, spec.head_size)
             self.graph_queries = GraphQueries(*sizes, dtype, self.device)
-        for index, layer in enumerate(layers):
+        for index, layer in layers:
             layer.impl.start(index, layer, state, self.tables, dtype, kernels)
             if spec.eviction.decode_attention == "xformers":
                 layer.impl.take_xformers()

@@ -46,7 +46,6 @@ class CudaImpl(HeadwiseImpl):
     alibi_slopes: Any
     sliding_window: tuple[int, int]
     logits_soft_cap: float
-    kv_sharing_target_layer_name: str | None
     attn_type: str
     _split_k: SplitKAttention | None = None
 
@@ -57,7 +56,6 @@ class CudaImpl(HeadwiseImpl):
         refuse_layer(
             ALiBi=self.alibi_slopes is not None,
             a_logits_soft_cap=self.logits_soft_cap != 0,
-            a_KV_cache_shared_between_layers=self.kv_sharing_target_layer_name is not None,
             attention_other_than_a_decoder=self.attn_type != AttentionType.DECODER,
         )
 
@@ -73,7 +71,7 @@ class CudaImpl(HeadwiseImpl):
         """Connects the layer to its group; called once the cache is allocated and weights loaded.
 
         Args:
-            layer_index: The layer's place in the group.
+            layer_index: The place of its cache in the group.
             layer: vLLM's attention layer, with its cache and its scales.
             state: State of the group's layers.
             tables: Page tables of the group's layers.

@@ -48,9 +48,11 @@ class HeadwiseTritonAttentionMetadataBuilder(CudaMetadataBuilder, TritonAttentio
             part.rows.seq_lens.fill_(1)
         return metadata
 
-    def _start_layers(self, layers: list[Any], state: RetentionState, kernels: Kernels) -> None:
+    def _start_layers(
+        self, layers: list[tuple[int, Any]], state: RetentionState, kernels: Kernels
+    ) -> None:
         super()._start_layers(layers, state, kernels)
-        for layer in layers:
+        for _, layer in layers:
             layer.impl.segments = self._segments(layer.num_kv_heads)
 
     def _segments(self, num_kv_heads: int) -> dict[str, Any]:

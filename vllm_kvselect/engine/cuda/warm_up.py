@@ -17,7 +17,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cuda.builder import CudaMetadataBuilder
 from vllm_kvselect.engine.cuda.tables import table_width
 from vllm_kvselect.engine.drop.request import Progress, Request
-from vllm_kvselect.planning.cuts import cuts
+from vllm_kvselect.planning.cuts import Cut, cuts
 from vllm_kvselect.planning.plan import Plan, plan
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.memory import StepQueries
@@ -41,8 +41,10 @@ def warm_up(
         for num_tokens in _lengths(builder, config):
             request = Request(plan(config, None, None, num_tokens, builder.block_size))
             _prefill(builder, request)
+            if request.is_cut_between_steps:
+                _make(builder, request, request.plan.cuts[0])
             _step(builder, request, num_tokens + 2, 2)  # past its prompt
-            if not METHODS[method].whole_prompt:
+            if not (request.is_cut_between_steps or METHODS[method].whole_prompt):
                 request.progress = Progress()
                 _step(builder, request, num_tokens, config.window)  # reads the rest from the cache
         if eviction.may_drop_again and METHODS[method].in_rounds:
@@ -136,18 +138,23 @@ def _make_rounds(
     request = Request(Plan(num_prompt_tokens, config, made))
     _prefill(builder, request)
     for cut in made[:2]:
-        first = request.first_query(cut)
-        tokens = torch.zeros(cut.position - first, dtype=torch.int64, device=builder.device)
-        seen = StepQueries(tokens, len(builder.layers))
-        for index, layer in enumerate(builder.layers):
-            shape = (1, layer.num_heads, layer.head_size)
-            dtype = builder.vllm_config.model_config.dtype
-            seen.see(index, torch.zeros(shape, dtype=dtype, device=builder.device))
-        request.progress.queries.keep(seen, 0, first, cut.position)
-        request.num_computed = cut.position
-        request.progress.block_ids = [0] * -(-cut.position // builder.block_size)
-        builder.due.make(request)
+        _make(builder, request, cut)
         _step(builder, request, cut.position + 1, 1)
+
+
+def _make(builder: CudaMetadataBuilder, request: Request, cut: Cut) -> None:
+    """Makes a cut of a request between two steps."""
+    first = request.first_query(cut)
+    tokens = torch.zeros(cut.position - first, dtype=torch.int64, device=builder.device)
+    seen = StepQueries(tokens, len(builder.layers))
+    for index, layer in enumerate(builder.layers):
+        shape = (1, layer.num_heads, layer.head_size)
+        dtype = builder.vllm_config.model_config.dtype
+        seen.see(index, torch.zeros(shape, dtype=dtype, device=builder.device))
+    request.progress.queries.keep(seen, 0, first, cut.position)
+    request.num_computed = cut.position
+    request.progress.block_ids = [0] * -(-cut.position // builder.block_size)
+    builder.due.make(request)
 
 
 def _prefill_sparsely(builder: CudaMetadataBuilder, eviction: EvictionConfig) -> None:

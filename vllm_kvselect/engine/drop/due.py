@@ -43,10 +43,14 @@ class DueDrops:
     def _columns(self, request: Request, position: int) -> Columns:
         """What the request holds."""
         longest_run = request.progress.longest_run
+        block_ids = request.progress.block_ids[: -(-position // self._block_size)]
+        if request.last_cut is None and request.plan.num_in_prompt == 1:
+            blocks = async_tensor_h2d(np.array(block_ids), self._state.offsets.device)
+            return Columns.of_prompt(blocks, position, self._state)
         return Columns.after(
             request.last_cut,
             position,
-            request.progress.block_ids[: -(-position // self._block_size)],
+            block_ids,
             0 if longest_run is None else int(longest_run),
             self._block_size,
             self._state,

@@ -311,7 +311,8 @@ class LiveRequests:
             scheduled: The scheduler's message, which `update` has seen.
         """
         found: list[Request] = []
-        if not (self._eviction.may_share and self._eviction.may_cut_prompts):
+        is_late = self._eviction.may_cut_prompts or not self._eviction.cut_at_once
+        if not (self._eviction.may_share and is_late):
             return found  # a context's only cut is made at once
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
             request = self._requests.get(request_id)

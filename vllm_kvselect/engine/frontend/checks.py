@@ -15,6 +15,7 @@ from vllm_kvselect.engine.models import (
     has_drafter_layers,
     layer_types,
     model_problems,
+    num_sharing_layers,
 )
 from vllm_kvselect.engine.platforms import (
     PLATFORMS,
@@ -241,6 +242,11 @@ def _prefill_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list
         return []
     scheduling, cache = vllm_config.scheduler_config, vllm_config.cache_config
     sparse, problems = eviction.of(Prefill), []
+    if num_sharing_layers(vllm_config.model_config):
+        problems.append(
+            "prefill = 'critiprefill' was not tried with layers that read other layers' caches; "
+            "leave it out"
+        )
     size, block = sparse.prefill_segment, sparse.prefill_block
     # Blocks get names by what their segments read, so a segment must not be part of one.
     if block % cache.block_size:

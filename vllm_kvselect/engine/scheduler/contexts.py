@@ -28,6 +28,7 @@ from vllm_kvselect.planning.plan import Plan
 _NOT_OF_THE_CHOICE = {
     "context",
     "turn_start",
+    "cut_at_once",
     "allow_override",
     "check_integrity",
     "context_store",

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.drop.due import DueDrops
 from vllm_kvselect.engine.drop.memory import refuse_scattered_layers
 from vllm_kvselect.engine.drop.request import RequestsOf
@@ -27,7 +28,7 @@ class HeadwiseBuilder(ABC):
     """Builds vLLM's metadata, split where prompts end. Stock until `start` is called.
 
     Attributes:
-        layers: The group's layers, once started.
+        layers: The group's layers that have a cache, once started.
         state: Their state.
         due: What makes the cuts that are due between two steps.
     """
@@ -58,13 +59,22 @@ class HeadwiseBuilder(ABC):
         spec = self.kv_cache_spec  # of a kernel block, where vLLM splits blocks into several
         assert isinstance(spec, HeadwiseSpec)
         by_name = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
-        layers = [by_name[name] for name in self.layer_names]
+        targets = {name: by_name[name].kv_sharing_target_layer_name for name in self.layer_names}
+        places = {name: i for i, name in enumerate(n for n in targets if targets[n] is None)}
+        if len(places) < len(targets) and spec.eviction.cut_at_once:
+            raise ConfigError(
+                "layers of this model read others' caches, which its config does not say; add "
+                "cut_at_once: false to --kv-eviction-config"
+            )
+        layers = [by_name[name] for name in places]
         sizes = len(layers[0].kv_cache), len(layers), spec.num_kv_heads
         state = RetentionState(*sizes, self.device, len(of_drafter))
-        assert {*self.layer_names[state.num_choosing :]} == {*of_drafter}
+        assert {*[*places][state.num_choosing :]} == {*of_drafter}
         refuse_scattered_layers([layer.kv_cache for layer in layers])
         self.layers, self.state = layers, state
-        self._start_layers(layers, state, kernels)
+        owners = {name: target or name for name, target in targets.items()}
+        by_place = [(places[owner], by_name[name]) for name, owner in owners.items()]
+        self._start_layers(by_place, state, kernels)
         choosing = [layer.impl for layer in layers[: state.num_choosing]]
         self.due = DueDrops(choosing, state, spec.block_size)
         self._splitter = self.splitter(requests_of)
@@ -90,8 +100,10 @@ class HeadwiseBuilder(ABC):
         """Takes what the last step left of queries, before cuts that are due look through them."""
 
     @abstractmethod
-    def _start_layers(self, layers: list[Any], state: RetentionState, kernels: Kernels) -> None:
-        """Connects the layers' impls to the group's state."""
+    def _start_layers(
+        self, layers: list[tuple[int, Any]], state: RetentionState, kernels: Kernels
+    ) -> None:
+        """Connects the impls of layers to the group's state, each by the place of its cache."""
 
     def build(
         self,

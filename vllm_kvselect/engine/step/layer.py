@@ -33,6 +33,8 @@ class HeadwiseImpl(ABC):
         layer_index: The layer's place in its group.
         kv_cache: Its cache.
         kernels: What computes the parts of a choice.
+        kv_sharing_target_layer_name: The layer whose cache it reads in place of one of its own, or
+            None. What that one retains it reads, and adds nothing to the choice.
     """
 
     num_kv_heads: int
@@ -47,6 +49,7 @@ class HeadwiseImpl(ABC):
     layer_index: int
     kv_cache: torch.Tensor
     kernels: Kernels
+    kv_sharing_target_layer_name: str | None
 
     def _connect(
         self, layer_index: int, layer: Any, state: RetentionState, kernels: Kernels
@@ -54,7 +57,7 @@ class HeadwiseImpl(ABC):
         """Connects the layer to its group.
 
         Args:
-            layer_index: The layer's place in the group.
+            layer_index: The layer's place in the group, or that of the layer whose cache it reads.
             layer: vLLM's attention layer, with its cache and its scales.
             state: State of the group's layers.
             kernels: What computes the parts of a choice.
@@ -109,11 +112,12 @@ class HeadwiseImpl(ABC):
                 output_block_scale,
             )
         split, tensors = attn_metadata, (query, key, value)
-        if split.seen is not None:
+        chooses = self.kv_sharing_target_layer_name is None
+        if split.seen is not None and chooses:
             split.seen.see(self.layer_index, self._scored_queries(query))
         for part in split.before_in(self.layer_index):
             self._forward_part(layer, *tensors, kv_cache, part, output)
-        if split.observations or split.completions:
+        if chooses and (split.observations or split.completions):
             with self._state.stopwatch:
                 for observation in split.observations:
                     self.observe(*tensors, observation)

@@ -385,9 +385,10 @@ class EvictionWorker(ABC):
             layer.impl.probe = found[name]
 
     def _headwise_layers(self) -> Iterator[tuple[str, Attention]]:
-        """Attention layers of our backend, by name, without a drafter's: these follow others."""
+        """Attention layers of our backend that choose, by name: a drafter's follow these."""
         for name, layer in get_layers_from_vllm_config(self.vllm_config, Attention).items():
-            if isinstance(layer.impl, HeadwiseImpl) and name not in self._of_drafter:
+            chooses = layer.kv_sharing_target_layer_name is None and name not in self._of_drafter
+            if isinstance(layer.impl, HeadwiseImpl) and chooses:
                 yield name, layer
 
 
