@@ -11,13 +11,19 @@ from tests.strategies import random_probe
 from vllm_kvselect.probes.file import ModelFacts, Probe, ProbeFacts, QualityFacts
 from vllm_kvselect.probes.fingerprint import fingerprint
 
+_STATES = {"conv", "linear_attention", "mamba"}
+
 
 @cache
 def probe_of(model: Path) -> Path:
     """Writes a probe of a model beside its folder; features of real layers are a few units long."""
     config = json.loads((model / "config.json").read_text())
+    kinds = config.get("layers_block_type") or config.get("layer_types") or ()
+    keeps_states = not _STATES.isdisjoint(kinds)
+    layers = [layer for layer, kind in enumerate(kinds) if "full" in kind or kind == "attention"]
     sizes: dict[str, Any] = {
-        "num_layers": config["num_hidden_layers"],
+        "layers": tuple(layers) if keeps_states else None,
+        "num_layers": len(layers) if keeps_states else config["num_hidden_layers"],
         "num_kv_heads": config["num_key_value_heads"],
         "head_size": config["head_dim"],
     }

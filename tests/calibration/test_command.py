@@ -7,11 +7,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typer.testing import CliRunner, Result
 
+from tests.engine.random_hybrids import granite_h
 from tests.offline.conftest import HEAD_SIZE, NUM_KV_HEADS, NUM_LAYERS
 from vllm_kvselect.calibration.contexts import contexts_left_out, contexts_to_fit
 from vllm_kvselect.calibration.settings import CalibrationConfig
 from vllm_kvselect.cli import app
-from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.offline.capture import capture
 from vllm_kvselect.offline.kvzip import kvzip_scores
 from vllm_kvselect.probes.file import Probe
@@ -88,6 +89,24 @@ def test_without_a_place_it_goes_into_the_cache(llama_folder: Path, tmp_path: Pa
     facts = Probe.load(path).facts
     assert path.name == f"{llama_folder.name}-{facts.model.fingerprint[:12]}.safetensors"
     assert result.stdout.splitlines()[-1] == str(path)
+
+
+def test_of_a_hybrid_the_file_has_the_layers_that_attend(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, path = granite_h(), tmp_path / "probe.safetensors"
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    options = ("--texts", "pairs", "--tokens", "300", "--length", "300", "--out", str(path))
+    result = run(str(tmp_path / "model"), *options)
+    assert result.exit_code == 0, result.output
+    probe = Probe.load(path)
+    assert probe.facts.model.layers == (1, 3)
+    assert torch.equal(probe.of_layer(3), probe.weights[1])
+    with pytest.raises(ConfigError, match="no weights of layer 0"):
+        probe.of_layer(0)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ class Layer(NamedTuple):
         value: `[num_prompt_tokens, num_kv_heads, head_size]`.
         projection: The checkpoint's W_O, `[hidden_size, num_heads * head_size]`.
         sinks: A logit that every row of a query head has besides the keys', `[num_heads]`, or None.
-        theta: Base of the rotary embedding that turned queries and keys.
+        theta: Base of the rotary embedding that turned queries and keys; None if nothing did.
         probe: The calibrated probe, `[num_features, num_kv_heads]`.
         received: What entries have received from all queries so far, `[num_kv_heads, n]`; None
             where these are the prompt's.
@@ -36,7 +36,7 @@ class Layer(NamedTuple):
     value: torch.Tensor
     projection: torch.Tensor
     sinks: torch.Tensor | None = None
-    theta: float = 10_000.0
+    theta: float | None = 10_000.0
     probe: torch.Tensor | None = None
     received: torch.Tensor | None = None
     positions: torch.Tensor | None = None
@@ -267,7 +267,7 @@ def redundancy(layer: Layer, threshold: float) -> torch.Tensor:
 def expected_attention(layer: Layer, config: Any) -> torch.Tensor:
     """Attention of a normally distributed later query, `[num_kv_heads, num_prompt_tokens]`."""
     num_tokens, num_heads, size = layer.query.shape
-    angles = layer.theta ** (-torch.arange(size // 2, dtype=torch.float64) / (size // 2))
+    angles = angles_of(layer, size)
     later = torch.arange(num_tokens, num_tokens + config.future)[:, None] * angles
     # A pair of channels as a complex number: a rotation multiplies it.
     average = torch.polar(torch.ones_like(later), later).mean(0)
@@ -292,7 +292,7 @@ def probe_scores(layer: Layer) -> torch.Tensor:
     """What a linear map says of each head's vectors, `[num_kv_heads, num_prompt_tokens]`."""
     assert layer.probe is not None
     num_tokens, num_kv_heads, size = layer.key.shape
-    angles = layer.theta ** (-torch.arange(size // 2, dtype=torch.float64) / (size // 2))
+    angles = angles_of(layer, size)
     positions = positions_of(layer)
     back = -positions[:, None] * angles
     turn = torch.polar(torch.ones_like(back), back)
@@ -303,6 +303,13 @@ def probe_scores(layer: Layer) -> torch.Tensor:
         scores[head] = torch.cat(features, dim=1) @ layer.probe[:, head].double()
     # Of equal tokens, which the first layer cannot tell apart, the later one.
     return (scores + positions / 2**18).exp()
+
+
+def angles_of(layer: Layer, size: int) -> torch.Tensor:
+    """By how much each pair of channels turns from one position to the next, `[size / 2]`."""
+    if layer.theta is None:
+        return torch.zeros(size // 2, dtype=torch.float64)
+    return layer.theta ** (-torch.arange(size // 2, dtype=torch.float64) / (size // 2))
 
 
 def positions_of(layer: Layer) -> torch.Tensor:

@@ -127,6 +127,7 @@ class Model:
             if self.is_gemma:
                 query, key = self._norm(f"{name}.q_norm", query), self._norm(f"{name}.k_norm", key)
             theta = self.theta(layer)
+            assert theta is not None
             mixed = attend(layer, rotated(query, theta), rotated(key, theta), value)
             return self._linear(f"{name}.o_proj", mixed.flatten(-2))
 
@@ -136,8 +137,8 @@ class Model:
         """The layer whose cache a layer reads: its own."""
         return layer
 
-    def theta(self, layer: int) -> float:
-        """Base of the rotary embedding."""
+    def theta(self, layer: int) -> float | None:
+        """Base of the rotary embedding; None without one."""
         parameters = self.config["rope_parameters"]
         if self.is_gemma:
             parameters = parameters[self.config["layer_types"][layer]]

@@ -13,6 +13,8 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from tests.engine.float64_model import Attend, Model
+from tests.probe_files import probe_of
+from vllm_kvselect.probes.file import Probe
 
 _NAME = "of_the_tests"
 _attending: list[Attend] = []
@@ -45,7 +47,9 @@ class HybridModel(Model):
         ).eval()
         self.num_layers = self._model.config.num_hidden_layers
         self.num_kv_heads = self.config["num_key_value_heads"]
-        self.probes = torch.zeros(self.num_layers, 1, self.num_kv_heads)
+        probe = Probe.load(probe_of(folder))
+        self.probes = torch.zeros(self.num_layers, *probe.weights.shape[1:])
+        self.probes[list(probe.facts.model.layers or range(self.num_layers))] = probe.weights
 
     def projection(self, layer: int) -> torch.Tensor:
         """W_O of a layer, `[hidden_size, num_heads * head_size]`."""
@@ -68,9 +72,12 @@ class HybridModel(Model):
     def sinks(self, layer: int) -> None:
         """No model here has any."""
 
-    def theta(self, layer: int) -> float:
-        """Base of the rotary embedding."""
-        return float((self.config.get("rope_parameters") or {}).get("rope_theta", 1.0))
+    def theta(self, layer: int) -> float | None:
+        """Base of the rotary embedding; None without one."""
+        if self.config.get("position_embedding_type") == "nope":
+            return None
+        theta = (self.config.get("rope_parameters") or {}).get("rope_theta")
+        return None if theta is None else float(theta)
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], attend: Attend) -> torch.Tensor:

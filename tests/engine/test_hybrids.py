@@ -32,13 +32,14 @@ from tests.engine.random_hybrids import (
 )
 from tests.engine.random_models import SHAPE, random_prompts
 from tests.method_cases import MethodCase
+from tests.probe_files import probe_of
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
 
 pytestmark = pytest.mark.xdist_group("hybrids")
 PAGE_SIZE = 32
 NOTHING_DROPPED = {"kv_eviction": "none"}
 CASES = [MethodCase(name) for name in ("adakv-perturb", "snapkv", "h2o", "layer-thetakv")]
-
+WITH_A_PROBE = [*CASES, MethodCase("layer-probe")]
 BEHIND_GATES = [MethodCase(name) for name in ("adakv", "snapkv", "h2o", "layer-keydiff")]
 
 
@@ -53,6 +54,7 @@ class Family(NamedTuple):
         aligned_hits: Of what hits are multiples.
         token_bytes: Bytes of a token in its layers of a group; groups lie one over the other.
         dtype: In which it is served.
+        has_probe: Whether it gets one.
     """
 
     make: Any
@@ -62,6 +64,7 @@ class Family(NamedTuple):
     aligned_hits: int = 32
     token_bytes: int = 2048
     dtype: str = "float32"
+    has_probe: bool = True
 
     @property
     def is_rough(self) -> bool:
@@ -71,7 +74,9 @@ class Family(NamedTuple):
     @property
     def cases(self) -> list[MethodCase]:
         """Methods: behind a gate no norms of projected values are known."""
-        return BEHIND_GATES if self.is_rough else CASES
+        if self.is_rough:
+            return BEHIND_GATES
+        return WITH_A_PROBE if self.has_probe else CASES
 
     def assert_same(self, answers: list[Answer], expected: list[Answer]) -> None:
         """Compares answers that were computed in other batches, or from hits."""
@@ -87,14 +92,16 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "lfm2": Family(lfm2, [2, 5], 32, caches=True),
-    "gemma4": Family(gemma4, [2, 5], 32, caches=True, aligned_hits=64, token_bytes=4096),
+    "gemma4": Family(
+        gemma4, [2, 5], 32, caches=True, aligned_hits=64, token_bytes=4096, has_probe=False
+    ),
     "gemma4_sharing": Family(
-        partial(gemma4, 3), [2, 5], 32, caches=True, aligned_hits=64, token_bytes=4096
+        partial(gemma4, 3), [2, 5], 32, True, aligned_hits=64, token_bytes=4096, has_probe=False
     ),
     "granite": Family(granite_h, [1, 3], 96),
     "falcon": Family(falcon_h1, [0, 1], 96),
     "nemotron": Family(nemotron_h, [2, 5], 96),
-    "qwen3_next": Family(qwen3_next, [2, 5], 96, True, 96, 1024, "bfloat16"),
+    "qwen3_next": Family(qwen3_next, [2, 5], 96, True, 96, 1024, "bfloat16", has_probe=False),
 }
 
 
@@ -121,7 +128,8 @@ def hybrid(
 
     def start(eviction: dict[str, Any] | None, num_blocks: int = 0, **settings: Any) -> Any:
         if eviction is not None:
-            ours = {"method": family.cases[0].method, "probe": None, "check_integrity": True}
+            probe = str(probe_of(folder)) if family.has_probe else None
+            ours = {"method": family.cases[0].method, "probe": probe, "check_integrity": True}
             eviction = ours | eviction
         # What lies beside takes blocks, too.
         num_bytes = max(num_blocks, 80) * family.block_size * family.token_bytes

@@ -142,7 +142,9 @@ def test_gate_before_the_output_projection_is_refused(
     projection = llama.model.layers[1].self_attn.o_proj
     gate = projection.register_forward_pre_hook(lambda _, arguments: (arguments[0] * 0.5,))
     try:
-        with pytest.raises(EvaluationError, match="layer 1 does not project"):
-            capture(llama, token_ids)
+        first, gated = capture(llama, token_ids)
     finally:
         gate.remove()
+    assert first.output_projection is first.projection
+    with pytest.raises(EvaluationError, match="does not project its attention's output"):
+        _ = gated.output_projection

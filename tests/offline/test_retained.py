@@ -32,7 +32,7 @@ def make_layer(seed: int) -> Layer:
         key=draw(NUM_KV_HEADS, num_tokens, HEAD_SIZE),
         value=draw(NUM_KV_HEADS, num_tokens, HEAD_SIZE),
         scale=0.5,
-        output_projection=OutputProjection.of(draw(NUM_KV_HEADS, HEAD_SIZE, GROUP, 12)),
+        projection=OutputProjection.of(draw(NUM_KV_HEADS, HEAD_SIZE, GROUP, 12)),
     )
 
 

@@ -41,7 +41,7 @@ def layers(draw: st.DrawFn) -> tuple[Layer, torch.Tensor]:
         key=normal(num_kv_heads, num_tokens, HEAD_SIZE),
         value=normal(num_kv_heads, num_tokens, HEAD_SIZE),
         scale=draw(st.sampled_from((0.25, 1.0))),
-        output_projection=OutputProjection.of(weight),
+        projection=OutputProjection.of(weight),
     )
     share = draw(st.sampled_from((0.0, 0.3, 0.7, 1.0)))
     drawn = torch.rand(num_kv_heads, num_prompt_tokens, generator=generator)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from vllm_kvselect import __version__
 from vllm_kvselect.calibration.fit import fit
 from vllm_kvselect.calibration.settings import CalibrationConfig
+from vllm_kvselect.offline.attention import attending_layers
 from vllm_kvselect.offline.models import load_model, load_tokenizer, model_folder
 from vllm_kvselect.probes.file import ModelFacts, Probe, ProbeFacts, QualityFacts
 from vllm_kvselect.probes.fingerprint import fingerprint
@@ -63,12 +64,13 @@ def model_facts(model: "PreTrainedModel", name: str) -> ModelFacts:
     Raises:
         ConfigError: If its weights are not kept as safetensors.
     """
-    shape = model.config.get_text_config()
+    shape, layers = model.config.get_text_config(), attending_layers(model)
     head_size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     return ModelFacts(
         name=Path(name).name or NAME,
         fingerprint=fingerprint(model_folder(name)),
-        num_layers=shape.num_hidden_layers,
+        num_layers=len(layers),
+        layers=None if len(layers) == shape.num_hidden_layers else tuple(layers),
         num_kv_heads=getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads,
         head_size=head_size,
     )

@@ -23,12 +23,33 @@ _NAME = "vllm_kvselect"
 _NOT_PLAIN = ("sliding_window", "softcap", "s_aux", "position_bias")
 """Arguments by which a layer asks for more than plain attention."""
 
+_NO_ATTENTION = ("conv", "linear_attention", "mamba", "mlp", "moe")
+"""Names of layers without attention, in configs of models that have such layers."""
+
 Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 """`(layer, query, key, value, scale)`, tensors `[1, heads, tokens, head_size]`, -> output of the
-query's shape. Queries are those of the last tokens."""
+query's shape. Queries are those of the last tokens. Layers count among those that attend."""
 
 Watcher = Callable[[nn.Module, int, torch.Tensor], None]
 """`(attention module, layer, output [1, num_tokens, num_heads, head_size])`."""
+
+
+def attending_layers(model: "PreTrainedModel") -> list[int]:
+    """The layers of a model that attend, in order: all of them, except in hybrids."""
+    kinds = _kinds(model)
+    return [layer for layer, kind in enumerate(kinds) if kind not in _NO_ATTENTION]
+
+
+def keeps_states(model: "PreTrainedModel") -> bool:
+    """Whether a model remembers earlier tokens by more than their keys and values."""
+    return not {"hybrid", "conv", "linear_attention", "mamba"}.isdisjoint(_kinds(model))
+
+
+def _kinds(model: "PreTrainedModel") -> list[str]:
+    config = model.config.get_text_config()
+    names = ("layers_block_type", "layer_types")
+    listed = next(filter(None, (getattr(config, name, None) for name in names)), None)
+    return list(listed or ["attention"] * config.num_hidden_layers)
 
 
 @contextmanager
@@ -60,12 +81,13 @@ def attention_replaced(
     ) -> tuple[torch.Tensor, None]:
         _check_plain(module, query, key, value, attention_mask, others)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        index = int(module.layer_idx)  # type: ignore[arg-type]
+        index = places[int(module.layer_idx)]  # type: ignore[arg-type]
         output = attention(index, query, key, value, scale).transpose(1, 2).contiguous()
         if watcher is not None:
             watcher(module, index, output)
         return output, None
 
+    places = {layer: place for place, layer in enumerate(attending_layers(model))}
     before = model.config._attn_implementation
     AttentionInterface.register(_NAME, attend)
     AttentionMaskInterface.register(_NAME, sdpa_mask)
@@ -141,6 +163,10 @@ class OutputProjections:
 
         self._hooks += [child.register_forward_pre_hook(look) for child in module.children()]
 
+    def knows(self, layer: int) -> bool:
+        """Whether something read a layer's output as it was; behind a gate nothing does."""
+        return layer in self._found
+
     def of(self, layer: int, query: torch.Tensor, num_kv_heads: int) -> OutputProjection:
         """Computes a layer's W_O through the module's own forward, so quantised weights work too.
 
@@ -150,12 +176,11 @@ class OutputProjections:
             num_kv_heads: Its KV heads.
 
         Raises:
-            EvaluationError: If nothing read the attention's output as it was, such as with a gate
-                between attention and projection.
+            EvaluationError: If it is not known.
         """
-        child = self._found.get(layer)
-        if child is None:
+        if not self.knows(layer):
             raise EvaluationError(f"layer {layer} does not project its attention's output directly")
+        child = self._found[layer]
         head_size = query.shape[2]
         identity = torch.eye(query[0].numel(), dtype=query.dtype, device=query.device)
         matrix = child(identity[None])[0] - child(torch.zeros_like(identity[None]))[0]  # no bias

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from vllm_kvselect.offline.attention import OutputProjections, attention_replaced
+from vllm_kvselect.offline.attention import (
+    OutputProjections,
+    attending_layers,
+    attention_replaced,
+    keeps_states,
+)
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.rotations import LayerRotation, UnknownRotation, find_rotations
 from vllm_kvselect.scoring.value_norms import OutputProjection
@@ -26,7 +31,7 @@ class Layer(NamedTuple):
         key: `[num_kv_heads, num_tokens, head_size]`.
         value: `[num_kv_heads, num_tokens, head_size]`.
         scale: Softmax scale.
-        output_projection: W_O by KV head.
+        projection: W_O by KV head; None where something, such as a gate, comes before it.
         rotation: How positions were applied to queries and keys.
     """
 
@@ -34,8 +39,19 @@ class Layer(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     scale: float
-    output_projection: OutputProjection
+    projection: OutputProjection | None
     rotation: LayerRotation = None
+
+    @property
+    def output_projection(self) -> OutputProjection:
+        """W_O, for whom needs it.
+
+        Raises:
+            EvaluationError: If nothing reads the attention's output as it is.
+        """
+        if self.projection is None:
+            raise EvaluationError("a layer does not project its attention's output directly")
+        return self.projection
 
 
 class Continuation(NamedTuple):
@@ -60,7 +76,7 @@ def capture(model: "PreTrainedModel", token_ids: list[int]) -> list[Layer]:
         token_ids: Prompt and what follows it.
 
     Returns:
-        The layers in order.
+        The layers that attend, in order.
 
     Raises:
         EvaluationError: If a layer's attention is not plain.
@@ -77,10 +93,10 @@ def capture(model: "PreTrainedModel", token_ids: list[int]) -> list[Layer]:
 
     with OutputProjections() as projections, attention_replaced(model, record, projections.watch):
         model.base_model(torch.tensor([token_ids], device=model.device), use_cache=False)
-    num_layers = model.config.get_text_config().num_hidden_layers
+    num_layers = len(attending_layers(model))
     if sorted(read) != list(range(num_layers)) or len({read[i][1].shape for i in read}) != 1:
         raise EvaluationError(
-            f"{type(model).__name__} runs {len(read)} of its {num_layers} layers through "
+            f"{type(model).__name__} runs {len(read)} of its {num_layers} attending layers through "
             "transformers' attention registry, or their KV heads differ; the analysis needs a "
             "model whose layers all attend in the same way"
         )
@@ -88,7 +104,8 @@ def capture(model: "PreTrainedModel", token_ids: list[int]) -> list[Layer]:
     unknown = UnknownRotation("the model takes no positions")
     layers = []
     for index, (query, key, value, scale) in sorted(read.items()):
-        projection = projections.of(index, query, key.shape[0])
+        is_known = projections.knows(index)
+        projection = projections.of(index, query, key.shape[0]) if is_known else None
         rotation = rotations.get(index, unknown)
         layers.append(Layer(query, key, value, scale, projection, rotation))
     return layers
@@ -108,9 +125,17 @@ def continue_prompt(
 
     Returns:
         Hidden states and logits of the following tokens.
+
+    Raises:
+        EvaluationError: If the model keeps states, which nobody captured.
     """
     from transformers import DynamicCache
 
+    if keeps_states(model):
+        raise EvaluationError(
+            f"{type(model).__name__} keeps states beside keys and values; measure it as it is "
+            "served, with `evaluate --through engine`"
+        )
     num_kv_heads, num_prompt_tokens = retained.shape[1:]
     group = layers[0].query.shape[1] // num_kv_heads
     num_following = len(following)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from vllm_kvselect.offline.attention import attention_replaced
+from vllm_kvselect.offline.attention import attention_replaced, keeps_states
 from vllm_kvselect.offline.capture import Layer
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def kvzip_scores(
         model: The model that `layers` were captured from.
         tokenizer: Its tokenizer.
         layers: Captured from the context, or from more that begins with it; nothing of it is
-            computed again.
+            computed again, unless the model keeps states.
         context: Its token ids.
         replay: How it is replayed.
 
@@ -89,6 +89,7 @@ def kvzip_scores(
         query group and all queries of the replay.
     """
     num_tokens = len(context)
+    again = context if keeps_states(model) else []
     cached = [(layer.key[:, :num_tokens], layer.value[:, :num_tokens]) for layer in layers]
     key = cached[0][0]
     dtype = torch.promote_types(key.dtype, torch.float32)
@@ -106,14 +107,20 @@ def kvzip_scores(
             read: torch.Tensor = read,
         ) -> torch.Tensor:
             context_key, context_value = cached[index]
-            most = _most_attention(query[0], context_key[:, read], key[0], scale)
+            own = slice(len(again), None)
+            most = _most_attention(query[0][:, own], context_key[:, read], key[0][:, own], scale)
             scores[index, :, chunk.start : chunk.stop] = most[:, chunk.start - chunk.stop :]
+            if again:
+                return F.scaled_dot_product_attention(
+                    query, key, value, is_causal=True, scale=scale, enable_gqa=True
+                )
             return _attention(query, (context_key, key[0]), (context_value, value[0]), scale)
 
-        positions = torch.arange(num_tokens, num_tokens + len(chunk.token_ids))
+        token_ids = again + chunk.token_ids
+        positions = torch.arange(len(token_ids)) + num_tokens - len(again)
         with attention_replaced(model, attend):
             model.base_model(
-                torch.tensor([chunk.token_ids], device=model.device),
+                torch.tensor([token_ids], device=model.device),
                 position_ids=positions[None].to(model.device),
                 use_cache=False,
             )

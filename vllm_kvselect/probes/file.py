@@ -26,6 +26,7 @@ class ModelFacts(BaseModel):
         num_layers: Layers that attend.
         num_kv_heads: KV heads per layer.
         head_size: Size of keys and values.
+        layers: Which of its layers these are; None for all.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,6 +36,7 @@ class ModelFacts(BaseModel):
     num_layers: int
     num_kv_heads: int
     head_size: int
+    layers: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -92,6 +94,17 @@ class Probe(NamedTuple):
 
     weights: torch.Tensor
     facts: ProbeFacts
+
+    def of_layer(self, layer: int) -> torch.Tensor:
+        """The weights of one of the model's layers, `[num_features, num_kv_heads]`.
+
+        Raises:
+            ConfigError: If it has none of this layer.
+        """
+        layers = self.facts.model.layers or range(len(self.weights))
+        if layer not in layers:
+            raise ConfigError(f"it has no weights of layer {layer}")
+        return self.weights[layers.index(layer)]
 
     def save(self, path: Path) -> None:
         """Writes the file, complete or not at all.

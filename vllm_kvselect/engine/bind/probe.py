@@ -44,7 +44,7 @@ def find_probes(
         probe, path = find_probe(name, own, file)
         found = {}
         for layer_name, layer in layers:
-            weights = probe.weights[extract_layer_index(layer_name)]
+            weights = probe.of_layer(extract_layer_index(layer_name))
             found[layer_name] = _own_heads(weights, layer, model.get_total_num_kv_heads())
     except ConfigError as error:
         raise ConfigError(f"methods that need a calibrated probe cannot be used: {error}") from None

@@ -39,7 +39,7 @@ def arguments(
             continue
         if name in ("positions", "position_ids"):
             given[name] = positions
-        elif name in ("hidden_states", "x"):
+        elif name in ("hidden_states", "residual", "x"):
             given[name] = hidden
         else:
             return None
