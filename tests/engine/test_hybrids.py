@@ -128,7 +128,8 @@ def hybrid(
 
     def start(eviction: dict[str, Any] | None, num_blocks: int = 0, **settings: Any) -> Any:
         if eviction is not None:
-            probe = str(probe_of(folder)) if family.has_probe else None
+            model = settings.get("model", folder)
+            probe = str(probe_of(model)) if family.has_probe else None
             ours = {"method": family.cases[0].method, "probe": probe, "check_integrity": True}
             eviction = ours | eviction
         # What lies beside takes blocks, too.
