@@ -614,7 +614,15 @@ def of_contexts(prompt_interval: int) -> dict[str, Any]:
 OF_SMALL_PAGES = {
     "servers": settings_of_servers().filter(lambda drawn: drawn.sizes.page < drawn.sizes.block)
 }
+OF_WHOLE_PROMPTS = {
+    "servers": settings_of_servers().map(
+        lambda drawn: replace(drawn, eviction=drawn.eviction.model_copy(update={"method": "h2o"}))
+    )
+}
 SHY = {
+    "hits where every query is needed": OF_WHOLE_PROMPTS,
+    "queries added up twice": OF_WHOLE_PROMPTS,
+    "a memory outlives a preemption": OF_WHOLE_PROMPTS,
     "a block freed that a page still needs": OF_SMALL_PAGES,
     "a page addressed with a block's stride": OF_SMALL_PAGES,
     "half a context found": of_contexts(0),
