@@ -59,7 +59,7 @@ def chunk(request: Request, num_wanted: int) -> int:
     end = min(begin + num_wanted, request.query.shape[1])
     # Contexts aside, which are not drawn, tokens are generated one by one.
     end = min(end, max(prompt.plan.num_prompt_tokens, begin + 1))
-    if (cut := prompt.plan.cuts.next_after(begin)) is not None and prompt.plan.ends_chunks:
+    if (cut := prompt.plan.cuts.next_after(begin)) is not None and prompt.plan.is_cut_between_steps:
         end = min(end, cut.position)
     if prompt.plan.segments is not None:
         border = prompt.plan.segments.last_border(end)

@@ -435,7 +435,7 @@ def leave_contexts_to_the_next_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_chunks_run_past_cuts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Plan, "ends_chunks", False)
+    patch.setattr(Cuts, "next_after", lambda *_: None)
 
 
 def compete_with_the_latest_interval(patch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.all_methods import engines_of
 from tests.engine.all_rounds import CASES, DECODE_BUDGET, INTERVAL, ROUNDS, Served, serve, watch
-from tests.engine.conftest import BLOCK_SIZE, EngineFactory
+from tests.engine.conftest import BLOCK_SIZE, EngineFactory, preempting_all
 from tests.engine.random_models import (
     random_gemma3,
     random_gpt_oss,
@@ -77,6 +77,19 @@ def test_rounds_count_accepted_tokens_only(start: EngineFactory) -> None:
         cuts(len(prompt), BLOCK_SIZE, EvictionConfig(**settings), 200) for prompt in PROMPTS[:3]
     ]
     assert rounds == [sum(map(len, expected))] * 2
+
+
+def test_the_only_round_of_a_request_is_made_again_where_it_was(start: EngineFactory) -> None:
+    """A chunk of a resumed request ends there, too."""
+    [prompt] = random_prompts([200])
+    eviction = {"method": "snapkv", "budget": 1.0, "decode_budget": 96, "decode_interval": 64}
+    made = cuts(len(prompt), BLOCK_SIZE, EvictionConfig.parse(eviction), 80)
+    assert [cut.position for cut in made] == [264]
+    with start(eviction, 40) as engine:
+        expected = engine.generate([prompt], 80)
+        with preempting_all(1, num_tokens=70) as preempted:
+            assert engine.generate([prompt], 80) == expected
+        assert preempted == [70]
 
 
 def test_a_budget_that_is_never_reached_gives_stocks_tokens(start: EngineFactory) -> None:

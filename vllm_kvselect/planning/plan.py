@@ -49,10 +49,10 @@ class Plan:
         is_at_once = self.num_in_prompt == 1 and self.settings.cut_at_once
         return self.cuts[0] if is_at_once else None
 
-    @property
-    def ends_chunks(self) -> bool:
-        """Whether a chunk ends at each cut, whatever the method: at all but a cut at once."""
-        return len(self.cuts) > 1 or not self.settings.cut_at_once
+    @cached_property
+    def is_cut_between_steps(self) -> bool:
+        """Whether it has cuts that are made between two steps: a chunk ends at each cut then."""
+        return bool(self.cuts) and self.cuts[-1] is not self.cut_at_once
 
     @property
     def context_cut(self) -> Cut:

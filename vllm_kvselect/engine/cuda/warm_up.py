@@ -41,10 +41,10 @@ def warm_up(
         for num_tokens in _lengths(builder, config):
             request = Request(plan(config, None, None, num_tokens, builder.block_size))
             _prefill(builder, request)
-            if request.is_cut_between_steps:
+            if request.plan.is_cut_between_steps:
                 _make(builder, request, request.plan.cuts[0])
             _step(builder, request, num_tokens + 2, 2)  # past its prompt
-            if not (request.is_cut_between_steps or METHODS[method].whole_prompt):
+            if not (request.plan.is_cut_between_steps or METHODS[method].whole_prompt):
                 request.progress = Progress()
                 _step(builder, request, num_tokens, config.window)  # reads the rest from the cache
         if eviction.may_drop_again and METHODS[method].in_rounds:

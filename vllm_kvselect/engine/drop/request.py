@@ -117,11 +117,6 @@ class Request:
         return cut is self.plan.cuts.last_made(self.plan.num_prompt_tokens)
 
     @property
-    def is_cut_between_steps(self) -> bool:
-        """Whether it has cuts that are made between two steps."""
-        return bool(self.plan.cuts) and self.plan.cuts[-1] is not self.plan.cut_at_once
-
-    @property
     def num_observed(self) -> int:
         """Tokens at its beginning of which a memory sees all, or a cut the last ones."""
         cuts, num_tokens = self.plan.cuts, self.plan.num_prompt_tokens
@@ -184,7 +179,7 @@ class Request:
 
     def add_blocks(self, block_ids: list[int]) -> None:
         """Takes note of further blocks, if they are asked for where no batch shows them."""
-        if self.is_cut_between_steps or self.stored_as is not None:
+        if self.plan.is_cut_between_steps or self.stored_as is not None:
             self.progress.block_ids += block_ids
 
     def come_to(self, num_computed: int) -> None:

@@ -327,7 +327,7 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         """
         if apply_admission_cap:
             planned, most = self._planned.get(request_id), None
-            if planned and planned.plan.ends_chunks and request_id not in self.found:
+            if planned and planned.plan.is_cut_between_steps and request_id not in self.found:
                 most = planned.plan.cuts.most_held(num_tokens, self.block_size, *self.margins)
             self.max_admission_blocks_per_request = most  # vLLM's word for it, of every request
         num_blocks: int = super().get_num_blocks_to_allocate(

@@ -97,7 +97,7 @@ class CutScheduler(Scheduler):
             return num_new_tokens
         end = num_computed_tokens + num_new_tokens
         cut = plan.cuts.next_after(num_computed_tokens)
-        if cut is not None and (plan.ends_chunks or manager.is_pooled(request)):
+        if cut is not None and (plan.is_cut_between_steps or manager.is_pooled(request)):
             end = min(end, cut.position)
         if self._keeps_states:
             border = manager.resumes_at(request) or 0
