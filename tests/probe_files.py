@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from tests.strategies import random_probe
+from vllm_kvselect.layer_kinds import STATES
 from vllm_kvselect.probes.file import ModelFacts, Probe, ProbeFacts, QualityFacts
 from vllm_kvselect.probes.fingerprint import fingerprint
-
-_STATES = {"conv", "linear_attention", "mamba"}
 
 
 @cache
@@ -19,7 +18,7 @@ def probe_of(model: Path) -> Path:
     """Writes a probe of a model beside its folder; features of real layers are a few units long."""
     config = json.loads((model / "config.json").read_text())
     kinds = config.get("layers_block_type") or config.get("layer_types") or ()
-    keeps_states = not _STATES.isdisjoint(kinds)
+    keeps_states = not STATES.isdisjoint(kinds)
     layers = [layer for layer, kind in enumerate(kinds) if "full" in kind or kind == "attention"]
     sizes: dict[str, Any] = {
         "layers": tuple(layers) if keeps_states else None,

@@ -33,6 +33,8 @@ from tests.engine.random_hybrids import (
 from tests.engine.random_models import SHAPE, random_prompts
 from tests.method_cases import MethodCase
 from tests.probe_files import probe_of
+from vllm_kvselect.config import ConfigError
+from vllm_kvselect.engine.frontend import arguments
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
 
 pytestmark = pytest.mark.xdist_group("hybrids")
@@ -198,6 +200,23 @@ def test_nothing_dropped_is_stock_and_freed_blocks_are_those_of_whole_pages(
     }.items():
         assert counted[f"vllm:kv_eviction_{name}"].value == number
     assert counted["vllm:kv_eviction_retained_ratio"].sum == pytest.approx(1 - num_dropped / 500)
+
+
+@pytest.mark.parametrize("hybrid", ["gemma4_sharing"], indirect=True)
+def test_layers_that_read_others_caches_are_known_before_and_prefill_densely(
+    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        pytest.raises(ConfigError, match="not tried with layers that read other layers' caches"),
+        hybrid.start({"prefill": "critiprefill"}, 40),
+    ):
+        pass
+    monkeypatch.setattr(arguments, "num_sharing_layers", lambda _: 0)
+    with (
+        pytest.raises(ConfigError, match="which its config does not say; add cut_at_once: false"),
+        hybrid.start(EVICTION, 40),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("hybrid", ["granite"], indirect=True)

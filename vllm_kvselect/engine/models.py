@@ -14,12 +14,11 @@ from vllm_kvselect.engine.scheduler.spec import (
     StateSpec,
     WindowSpec,
 )
+from vllm_kvselect.layer_kinds import HYBRID, WITHOUT_ATTENTION
 
 _FULL_OR_SLIDING = ("full_attention", "sliding_attention")
-_FULL = ("attention", "full_attention", "hybrid")
+_FULL = ("attention", "full_attention", HYBRID)
 """Names of full attention, alone or beside a state, in configs of models that keep states."""
-_STATES = ("conv", "linear_attention", "mamba", "mlp", "moe")
-"""Names of the other layers there, those with nothing to keep among them."""
 _UNTRIED_STATES = {
     MambaAttentionBackendEnum.MAMBA1: "the first Mamba's states",
     MambaAttentionBackendEnum.LINEAR: "lightning attention",
@@ -92,7 +91,7 @@ def model_problems(vllm_config: VllmConfig) -> list[str]:
         and not windows,
         f"has layers other than full attention and states "
         f"({', '.join(sorted(types))})": model.is_hybrid
-        and not types <= {"full_attention", *_STATES},
+        and not types <= {"full_attention", *WITHOUT_ATTENTION},
         f"has layers other than full attention and sliding windows ({', '.join(sorted(types))})": (
             not model.is_hybrid and not types <= {*_FULL_OR_SLIDING}
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
+from vllm_kvselect.layer_kinds import HYBRID, STATES, WITHOUT_ATTENTION
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
@@ -23,9 +24,6 @@ _NAME = "vllm_kvselect"
 _NOT_PLAIN = ("sliding_window", "softcap", "s_aux", "position_bias")
 """Arguments by which a layer asks for more than plain attention."""
 
-_NO_ATTENTION = ("conv", "linear_attention", "mamba", "mlp", "moe")
-"""Names of layers without attention, in configs of models that have such layers."""
-
 Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 """`(layer, query, key, value, scale)`, tensors `[1, heads, tokens, head_size]`, -> output of the
 query's shape. Queries are those of the last tokens. Layers count among those that attend."""
@@ -37,12 +35,12 @@ Watcher = Callable[[nn.Module, int, torch.Tensor], None]
 def attending_layers(model: "PreTrainedModel") -> list[int]:
     """The layers of a model that attend, in order: all of them, except in hybrids."""
     kinds = _kinds(model)
-    return [layer for layer, kind in enumerate(kinds) if kind not in _NO_ATTENTION]
+    return [layer for layer, kind in enumerate(kinds) if kind not in WITHOUT_ATTENTION]
 
 
 def keeps_states(model: "PreTrainedModel") -> bool:
     """Whether a model remembers earlier tokens by more than their keys and values."""
-    return not {"hybrid", "conv", "linear_attention", "mamba"}.isdisjoint(_kinds(model))
+    return not {HYBRID, *STATES}.isdisjoint(_kinds(model))
 
 
 def _kinds(model: "PreTrainedModel") -> list[str]:
