@@ -306,13 +306,14 @@ class LiveRequests:
             scheduled: The scheduler's message, which `update` has seen.
         """
         found: list[Request] = []
-        is_late = self._eviction.may_cut_prompts or not self._eviction.cut_at_once
-        if not (self._eviction.may_share and is_late):
-            return found  # a context's only cut is made at once
+        if not self._eviction.may_share:
+            return found
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             if request is None or not request.plan.has_context or request.next_cut is None:
                 continue
+            if not request.plan.is_cut_between_steps:
+                continue  # its only cut is made at once
             num_computed = request.num_computed + num_tokens
             if num_computed >= request.plan.context_cut.position:
                 request.come_to(num_computed)
