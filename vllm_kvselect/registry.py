@@ -220,6 +220,11 @@ def best_method(suits: Callable[[Method], bool]) -> str:
     return next(name for name in PREFERRED if suits(METHODS[name]))
 
 
+def methods_without(need: Need) -> list[str]:
+    """Names of the methods that any model allows which lacks something."""
+    return [name for name, method in METHODS.items() if need not in method.needs]
+
+
 def nearest(name: object, names: Iterable[str]) -> str:
     """`did you mean ...?` with the one that is most like a name; empty if none is like it."""
     found = get_close_matches(str(name).lower(), [*names], 1)

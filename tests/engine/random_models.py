@@ -3,6 +3,7 @@
 Weights are large enough for attention to have favourites, so that it matters what is dropped.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PaddleOCRVLConfig,
     PersimmonConfig,
     PersimmonForCausalLM,
 )
@@ -39,6 +41,27 @@ def random_llama(folder: Path, num_layers: int = 4) -> Path:
     """Four layers of four KV heads, which divide by two."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, **SHAPE)).save_pretrained(folder)
+    return folder
+
+
+def with_positions_of_several_parts(folder: Path) -> Path:
+    """Makes a `random_llama` the language model of one that sees images (M-RoPE).
+
+    Its weights are the same and it has none for images: serve it with `language_model_only`.
+    """
+    text = json.loads((folder / "config.json").read_text())
+    del text["architectures"], text["model_type"]
+    text["rope_parameters"] |= {"mrope_section": [4, 6, 6]}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    tokens = ("image", "video", "vision_start", "vision_end")
+    config = PaddleOCRVLConfig(
+        text_config=text,
+        vision_config={"num_hidden_layers": 1, **sizes},
+        architectures=["PaddleOCRVLForConditionalGeneration"],
+        tie_word_embeddings=False,
+        **{f"{token}_token_id": place for place, token in enumerate(tokens)},
+    )
+    config.save_pretrained(folder)
     return folder
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from vllm import LLM
-from vllm.config import ModelConfig
 
 from tests.engine.test_arguments import parse, said
 from tests.engine.test_unreadable_projections import (  # noqa: F401 (fixture)
@@ -89,11 +88,6 @@ def test_without_a_probe_the_best_that_can_be_made_in_rounds_is_taken(
 
 def test_where_layers_cannot_share_pages_heads_of_a_layer_do() -> None:
     assert chosen(*AUTO, "--pipeline-parallel-size", "2") == "thetakv"
-
-
-def test_positions_of_several_parts_need_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelConfig, "uses_mrope", True)
-    assert chosen(*AUTO) == "layer-defensivekv"
 
 
 def test_it_may_stand_in_a_file_and_in_additional_config(tmp_path: Path) -> None:

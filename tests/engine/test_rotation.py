@@ -8,18 +8,25 @@ import pytest
 import torch
 from torch import nn
 from transformers import Exaone4Config, Glm4Config, Phi3Config
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from tests.engine.conftest import EngineFactory
-from tests.engine.random_models import SHAPE
+from tests.engine.random_models import (
+    SHAPE,
+    random_llama,
+    random_prompts,
+    with_positions_of_several_parts,
+)
 from tests.engine.test_unreadable_projections import (  # noqa: F401 (a fixture)
     PROMPT,
     engine_in_this_process,
     params,
     start,
 )
+from tests.probe_files import probe_of
 from vllm_kvselect.config import ConfigError
-from vllm_kvselect.engine.bind.rotation import _rotation, _UnknownError, find_rotations
-from vllm_kvselect.engine.frontend.requests import RequestRefusedError
+from vllm_kvselect.engine.bind.rotation import _rotation, _UnknownError
+from vllm_kvselect.engine.frontend.requests import RequestRefusedError, check_request
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.rotation import Rotation
 
@@ -185,10 +192,36 @@ def test_adapters_are_taken_off_for_the_trial() -> None:
         module.qkv_proj(torch.ones(1))
 
 
-def test_positions_of_several_parts_are_refused() -> None:
-    config: Any = SimpleNamespace(uses_mrope=True)
-    with pytest.raises(ConfigError, match=rf"{REFUSED}Identity: .*M-RoPE.*; choose one of"):
-        find_rotations(nn.Identity(), config, torch.device("cpu"))
+@pytest.mark.parametrize("method", ["expected-attention", "layer-probe"])
+def test_text_with_positions_of_several_parts_is_as_with_one(method: str, tmp_path: Path) -> None:
+    folder = random_llama(tmp_path / "model", num_layers=2)
+    probe = str(probe_of(folder))
+    settings: dict[str, Any] = {"method": method, "probe": probe, "allow_override": ["method"]}
+    prompts = [{"prompt_token_ids": each} for each in random_prompts([400, 300])]
+    answers = []
+    for make, has_parts in ((Path, False), (with_positions_of_several_parts, True)):
+        llm = start(make(folder), language_only=has_parts, **settings)
+        try:
+            outputs = llm.generate(prompts, params(None, max_tokens=8), use_tqdm=False)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+            if has_parts:
+                refuses_images(llm.llm_engine, method)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+    assert answers[0] == answers[1]
+
+
+def refuses_images(engine: LLMEngine, method: str) -> None:
+    """As a client gives them, and as vLLM's front end prepares them; other methods take them."""
+    assert engine.model_config.uses_mrope
+    given = {"prompt_token_ids": [1, 2], "multi_modal_data": {"image": object()}}
+    prepared = {"type": "multimodal", "prompt_token_ids": [1, 2], "mm_placeholders": {"image": [0]}}
+    for prompt in (given, prepared):
+        refusal = f"eviction method '{method}' takes text alone of this model: .*M-RoPE.*one of "
+        with pytest.raises(RequestRefusedError, match=refusal) as caught:
+            engine.add_request("images", prompt, params(None))
+        assert method not in str(caught.value).partition("choose one of ")[2]
+        check_request(engine, prompt, params("snapkv"))
 
 
 def test_tables_of_the_real_model_are_its_angles(start_engine: EngineFactory) -> None:

@@ -30,10 +30,13 @@ PROMPT = {"prompt_token_ids": list(range(200))}
 REFUSED = "methods that weigh entries by the norms of projected values cannot be used with "
 
 
-def start(folder: Path, load_format: str = "auto", **eviction: Any) -> LLM:
+def start(
+    folder: Path, load_format: str = "auto", *, language_only: bool = False, **eviction: Any
+) -> LLM:
     return LLM(
         str(folder),
         load_format=load_format,
+        language_model_only=language_only,
         dtype="float32",
         max_model_len=512,
         enforce_eager=True,

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.rotary_embedding import Phi3LongRoPEScaledRotary
 
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.bind.trial_run import ReachedError, arguments, standing_in
-from vllm_kvselect.registry import METHODS
+from vllm_kvselect.registry import methods_without
 from vllm_kvselect.scoring.rotation import Rotation, explains
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
@@ -27,6 +27,9 @@ def find_rotations(
     queries and keys must be the same but for a rotation by the tables of a module in it, or the
     same altogether: some models have layers that do not rotate, and keep the module all the same.
 
+    Where positions have several parts (M-RoPE), they are given as vLLM gives those of text: all
+    parts alike. Requests with anything else are refused (`frontend/requests.py`).
+
     Args:
         model: A loaded model.
         model_config: vLLM's configuration of it.
@@ -40,8 +43,6 @@ def find_rotations(
         ConfigError: If a layer's queries and keys depend on positions in another way, or it cannot
             be seen how.
     """
-    if model_config.uses_mrope:
-        raise ConfigError(_refusal(model, "its positions have several parts (M-RoPE)"))
     modules = dict(model.named_modules())
     found = {}
     for name, attention in modules.items():
@@ -62,7 +63,7 @@ class _UnknownError(Exception):
 
 
 def _refusal(model: nn.Module, reason: str) -> str:
-    others = ", ".join(name for name, method in METHODS.items() if "rotation" not in method.needs)
+    others = ", ".join(methods_without("rotation"))
     return (
         "methods that need queries as they were before their positions cannot be used with "
         f"{type(model).__name__}: {reason}; choose one of {others}"
@@ -113,7 +114,8 @@ def _rotated(
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, model_config.get_hidden_size(), generator=draw)
     hidden = hidden.to(positions.device, model_config.dtype).repeat(len(positions), 1)
-    given = arguments(parent, positions, hidden)
+    parts = positions.expand(3, -1) if model_config.uses_mrope else positions
+    given = arguments(parent, parts, hidden)
     if given is None:
         raise _UnknownError(
             f"{type(parent).__name__} wants more than positions and hidden states, so that it "

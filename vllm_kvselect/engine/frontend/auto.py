@@ -53,8 +53,6 @@ def _obstacle(vllm_config: VllmConfig, eviction: EvictionConfig, method: Method)
         return f"with a decode budget, {method.not_in_rounds}"
     if problems := pool_problems(vllm_config, eviction):
         return problems[0]
-    if "rotation" in method.needs and vllm_config.model_config.uses_mrope:
-        return "the model's positions have several parts (M-RoPE)"
     if "probe" in method.needs:
         return _no_probe(vllm_config, eviction.of(ProbeFile).probe)
     return ""

@@ -17,7 +17,7 @@ from vllm_kvselect.engine.frontend.metrics import EvictionStatLogger
 from vllm_kvselect.engine.platforms import block_size_of, margins, page_size_of
 from vllm_kvselect.planning.cuts import most_blocks
 from vllm_kvselect.planning.plan import plan
-from vllm_kvselect.registry import METHODS
+from vllm_kvselect.registry import METHODS, methods_without
 from vllm_kvselect.request import (
     REQUEST_KEYS,
     RequestError,
@@ -66,6 +66,7 @@ def check_request(engine: Any, prompt: Any, params: Any) -> None:
             )
         if eviction.enabled and eviction != server:
             _refuse_unsupported(engine.vllm_config, server, extra_args or {})
+        _refuse_media(engine.vllm_config, eviction, prompt)
         _refuse_too_large(engine, server, prompt, params)
         if isinstance(engine, LLMEngine) and (needs := _new_needs(server, eviction)):
             if engine not in _problems:
@@ -173,6 +174,29 @@ def _extra_args(prompt: Any, params: Any) -> dict[str, Any] | None:
         params = prompt.params
     extra_args: dict[str, Any] | None = getattr(params, "extra_args", None)
     return extra_args
+
+
+def _refuse_media(vllm_config: VllmConfig, eviction: EvictionConfig, prompt: Any) -> None:
+    """Refuses images, videos and sounds where a method takes a token's place for its position."""
+    if not (eviction.enabled and vllm_config.model_config.uses_mrope and _has_media(prompt)):
+        return
+    if "rotation" in METHODS[eviction.method].needs:
+        raise RequestError(
+            f"eviction method {eviction.method!r} takes text alone of this model: in images, "
+            "videos and sounds, positions have several parts (M-RoPE); choose one of "
+            f"{', '.join(methods_without('rotation'))}",
+            "kv_eviction",
+            "unsupported",
+        )
+
+
+def _has_media(prompt: Any) -> bool:
+    """Whether a prompt holds more than text, as a client gives it or as vLLM has prepared it."""
+    if isinstance(prompt, EngineCoreRequest):
+        return bool(prompt.mm_features)
+    return isinstance(prompt, dict) and bool(
+        prompt.get("multi_modal_data") or prompt.get("mm_placeholders")
+    )
 
 
 def _refuse_too_large(engine: Any, server: EvictionConfig, prompt: Any, params: Any) -> None:
