@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from vllm import LLM
 
+from tests.engine.random_models import random_llama, with_positions_of_several_parts
 from tests.engine.test_arguments import parse, said
 from tests.engine.test_unreadable_projections import (  # noqa: F401 (fixture)
     PROMPT,
@@ -88,6 +89,18 @@ def test_without_a_probe_the_best_that_can_be_made_in_rounds_is_taken(
 
 def test_where_layers_cannot_share_pages_heads_of_a_layer_do() -> None:
     assert chosen(*AUTO, "--pipeline-parallel-size", "2") == "thetakv"
+
+
+@pytest.mark.parametrize("language_only", [False, True])
+def test_methods_that_take_no_images_are_taken_for_text_alone(
+    language_only: bool, tmp_path: Path
+) -> None:
+    folder = random_llama(tmp_path / "model", num_layers=2)
+    own = ("--kv-eviction-probe", str(probe_of(folder)))
+    with_positions_of_several_parts(folder)
+    only = ("--language-model-only",) if language_only else ()
+    method = chosen(*AUTO, *without_tokenizer(folder), *own, *only)
+    assert method == ("layer-probe" if language_only else "layer-defensivekv")
 
 
 def test_it_may_stand_in_a_file_and_in_additional_config(tmp_path: Path) -> None:
