@@ -11,6 +11,17 @@ from tests.engine.all_methods import engines_of
 from tests.engine.conftest import BLOCK_SIZE, Answer, Engine, EngineFactory, preempting_all
 from tests.engine.machine import BUT_PREFILL
 from tests.engine.random_models import SHAPE, random_eagle, random_llama, random_prompts
+from tests.load.mixture import (
+    DENSE,
+    GREEDY,
+    MAX_MODEL_LEN,
+    WITHOUT_TOKENIZER,
+    assert_as_alone,
+    draw,
+    serve,
+    serve_alone,
+)
+from tests.load.mixture import SETTINGS as MIXED
 from vllm_kvselect.engine.frontend.start_up import block_bytes
 
 pytestmark = pytest.mark.xdist_group("drafters")
@@ -101,6 +112,31 @@ def test_tokens_are_those_without_a_drafter(
         assert block_bytes(engine.llm.llm_engine.vllm_config) * NUM_BLOCKS == (
             engine.worker.vllm_config.cache_config.kv_cache_memory_bytes
         )
+
+
+@pytest.mark.load  # tests/engine/test_equivalence.py has a drafter each time
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_mixed_requests_are_answered_as_alone(
+    method: str, start: EngineFactory, folder: Path
+) -> None:
+    (text,) = random_prompts([8000])
+    kinds = {name: kind for name, kind in GREEDY.items() if name in WITHOUT_TOKENIZER}
+    settings = [each for each in MIXED if "kv_prefill" not in each]
+    requests = draw(text, 500, 100, seed=4, kinds=kinds, settings=settings)
+    server = {**DENSE, "check_integrity": True}
+    length = {"max_model_len": MAX_MODEL_LEN}
+    with start(
+        server, 100, enable_prefix_caching=False, disable_log_stats=False, **length
+    ) as engine:
+        expected = serve_alone(engine.llm, requests)
+    with start(server, 0, **(drafting(folder, method) | length)) as engine:
+        service = serve(engine.llm, requests, 16, seed=4, preempt=0.02, stream=True)
+        assert counted(engine, "vllm:spec_decode_num_draft_tokens") > 2000
+        assert counted(engine, "vllm:spec_decode_num_accepted_tokens") > 10  # random heads guess
+        assert engine.blocks_in_use() == 0
+    assert_as_alone(requests, expected, service.answers)
+    for event in ("preemptions", "resets", "left", "cached tokens"):
+        assert service.seen[event] > 0, service.seen
 
 
 def test_a_drafter_that_is_the_model_itself_goes_on_being_right(

@@ -17,7 +17,7 @@ from tests.load.mixture import (
     SERVER,
     Answer,
     Request,
-    difference,
+    assert_as_alone,
     draw,
     serve,
     serve_alone,
@@ -40,14 +40,6 @@ NGRAM: dict[str, Any] = {
 }
 
 
-def assert_equal(
-    requests: list[Request], expected: dict[str, Answer], answers: list[Answer]
-) -> None:
-    for request, answer in zip(requests, answers, strict=True):
-        found = difference(request, expected[request.key], answer)
-        assert found is None, (request.kind, request.sampling, len(request.prompt), found)
-
-
 def metric(engine: Engine, name: str) -> float:
     return sum(found.value for found in engine.llm.get_metrics() if found.name == name)
 
@@ -63,7 +55,7 @@ def test_every_kind_of_request(start_engine: EngineFactory, text_tokens: list[in
     expected = alone(start_engine, requests)
     with start_engine(SERVER, NUM_BLOCKS, **CROWDED) as engine:
         service = serve(engine.llm, requests, 16, seed=8, preempt=0.02, stream=True)
-        assert_equal(requests, expected, service.answers)
+        assert_as_alone(requests, expected, service.answers)
         assert {request.kind for request in requests} == set(KINDS)
         for event in ("preemptions", "resets", "left", "cached tokens"):
             assert service.seen[event] > 0, service.seen
@@ -91,7 +83,7 @@ def test_clients_that_leave_in_mid_prefill_and_right_after_eviction(
                 service = serve(engine.llm, requests, 3, seed=num_steps, stream=True)
                 left, *answers = service.answers
                 assert len(left.token_ids.get(0, [])) == num_steps - 1
-                assert_equal(staying, expected, answers)
+                assert_as_alone(staying, expected, answers)
                 assert engine.blocks_in_use() == 0
         engine.llm.llm_engine.step()  # tells the worker who has left
         assert engine.worker.kv_eviction_stats()["num_requests"] == 0
@@ -118,7 +110,7 @@ def test_speculation_changes_nothing(
         speculation, num_blocks = {**itself, "num_speculative_tokens": 4}, 2 * NUM_BLOCKS
     with start_engine(SERVER, num_blocks, speculative_config=speculation, **CROWDED) as engine:
         service = serve(engine.llm, requests, 16, seed=2, preempt=0.1)
-        assert_equal(requests, expected, service.answers)
+        assert_as_alone(requests, expected, service.answers)
         assert service.seen["preemptions"] > 0
         assert metric(engine, "vllm:spec_decode_num_accepted_tokens") > 10
         assert metric(engine, "vllm:spec_decode_num_draft_tokens") > least
@@ -145,7 +137,7 @@ def test_lora_adapters(start_engine: EngineFactory, text_tokens: list[int], tmp_
         expected = serve_alone(engine.llm, requests, adapters)
         assert engine.llm.reset_prefix_cache()
         service = serve(engine.llm, requests, 12, seed=3, preempt=0.02, adapters=adapters)
-        assert_equal(requests, expected, service.answers)
+        assert_as_alone(requests, expected, service.answers)
         # The adapters do something: with another one, the same prompt goes on otherwise.
         request = next(request for request in requests if request.kind == "greedy")
         variants = [

@@ -31,6 +31,16 @@ from tests.engine.random_hybrids import (
     saved,
 )
 from tests.engine.random_models import SHAPE, random_prompts
+from tests.load.mixture import (
+    DENSE,
+    MAX_MODEL_LEN,
+    SETTINGS,
+    WITHOUT_TOKENIZER,
+    assert_as_alone,
+    draw,
+    serve,
+    serve_alone,
+)
 from tests.method_cases import MethodCase
 from tests.probe_files import probe_of
 from vllm_kvselect.config import ConfigError
@@ -318,3 +328,40 @@ def test_states_after_dropping_are_found_by_nobody(hybrid: Hybrid) -> None:
         (again,) = engine.generate([turns[1]], 20, [NOTHING_DROPPED])
     with hybrid.start(None, 80, enable_prefix_caching=False) as engine:
         hybrid.family.assert_same([again], engine.generate([turns[1]], 20))
+
+
+SETTINGS_OF_HYBRIDS = [
+    settings
+    for settings in SETTINGS
+    if settings.keys().isdisjoint(("kv_prefill", "kv_eviction_context"))
+]
+EXACT = [name for name, family in FAMILIES.items() if not family.is_rough]
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "num_requests"),
+    [
+        *((name, 40) for name in ("lfm2", "falcon")),
+        *(pytest.param(name, 500, marks=pytest.mark.load) for name in EXACT),
+    ],
+    indirect=["hybrid"],
+)
+def test_mixed_requests_are_answered_as_alone(hybrid: Hybrid, num_requests: int) -> None:
+    """In a crowded pool, with clients that leave and others that are preempted all the time."""
+    (text,) = random_prompts([8000])
+    distinct = max(30, num_requests // 5)
+    drawn: Any = {"kinds": WITHOUT_TOKENIZER, "settings": SETTINGS_OF_HYBRIDS}
+    requests = draw(text, num_requests, distinct, 5, share_leaving=0.2, **drawn)
+    limits: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "disable_log_stats": False}
+    with hybrid.start(DENSE, 80, enable_prefix_caching=False, **limits) as engine:
+        expected = serve_alone(engine.llm, requests)
+    crowded = {"max_num_batched_tokens": 150, "max_num_seqs": 8, **limits}
+    most = -(-MAX_MODEL_LEN // hybrid.family.block_size)
+    crowded["kv_cache_memory_bytes"] = (3 * most + 4) * hybrid.block_bytes
+    with hybrid.start(DENSE, **crowded) as engine:
+        service = serve(engine.llm, requests, 16, seed=5, preempt=0.02, stream=True)
+        assert engine.blocks_in_use() == 0
+        assert engine.worker.kv_eviction_stats()["num_evicted"] > num_requests / 2
+    assert_as_alone(requests, expected, service.answers)
+    for event in ("preemptions", "resets", "left"):
+        assert service.seen[event] > 0, service.seen

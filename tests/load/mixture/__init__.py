@@ -4,14 +4,17 @@
 one request. For tests of an engine; nothing that serves imports it.
 """
 
-from tests.load.mixture.answers import Answer, difference
+from tests.load.mixture.answers import Answer, assert_as_alone, difference
 from tests.load.mixture.requests import (
     BLOCK_SIZE,
+    DENSE,
     GREEDY,
     KINDS,
     LORA_ADAPTER,
     MAX_MODEL_LEN,
     SERVER,
+    SETTINGS,
+    WITHOUT_TOKENIZER,
     Request,
     draw,
 )
@@ -19,13 +22,17 @@ from tests.load.mixture.serving import serve, serve_alone
 
 __all__ = [
     "BLOCK_SIZE",
+    "DENSE",
     "GREEDY",
     "KINDS",
     "LORA_ADAPTER",
     "MAX_MODEL_LEN",
     "SERVER",
+    "SETTINGS",
+    "WITHOUT_TOKENIZER",
     "Answer",
     "Request",
+    "assert_as_alone",
     "difference",
     "draw",
     "serve",

@@ -1,6 +1,6 @@
 """What a client receives, and how two answers to one request differ."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,15 @@ class Answer:
             self.logprobs.setdefault(index, []).extend(_pairs(sample.logprobs or ()))
             if sample.finish_reason is not None:
                 self.reasons[index] = (sample.finish_reason, sample.stop_reason)
+
+
+def assert_as_alone(
+    requests: Sequence[Request], expected: Mapping[str, Answer], answers: Sequence[Answer]
+) -> None:
+    """Compares each answer with the one that the request is given alone, by `Request.key`."""
+    for request, answer in zip(requests, answers, strict=True):
+        found = difference(request, expected[request.key], answer)
+        assert found is None, (request.kind, request.sampling, len(request.prompt), found)
 
 
 def difference(request: Request, expected: Answer, answer: Answer) -> str | None:

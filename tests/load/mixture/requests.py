@@ -26,6 +26,10 @@ SERVER: dict[str, Any] = {
     "prefill_dense_until": 64,
     "allow_override": OVERRIDE_NAMES,
 }
+DENSE: dict[str, Any] = {name: value for name, value in SERVER.items() if "prefill" not in name}
+DENSE |= {"allow_override": [name for name in OVERRIDE_NAMES if "prefill" not in name]}
+"""A server for models that are not prefilled sparsely."""
+
 WITH_ROUNDS: tuple[dict[str, Any], ...] = (
     {"kv_eviction_decode_budget": 64, "kv_eviction_decode_interval": 33},
     {"kv_eviction_decode_budget": 64, "kv_eviction": "r-kv"},
@@ -85,6 +89,11 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 """Kinds that speculative decoding answers otherwise, or not at all."""
 KINDS = GREEDY | SAMPLED
+WITHOUT_TOKENIZER = {
+    name: sampling
+    for name, sampling in KINDS.items()
+    if sampling.keys().isdisjoint(("stop", "structured_outputs"))
+}
 
 
 @dataclass(frozen=True)
@@ -141,6 +150,7 @@ def draw(
     kinds: Mapping[str, dict[str, Any]] = KINDS,
     share_leaving: float = 0.08,
     num_adapters: int = 0,
+    settings: Sequence[dict[str, Any]] = SETTINGS,
 ) -> list[Request]:
     """Draws requests: every kind equally often, prompts at the borders, many with a prefix shared.
 
@@ -155,6 +165,7 @@ def draw(
         kinds: Sampling parameters by kind.
         share_leaving: Share of the clients that leave before their answer is complete.
         num_adapters: LoRA adapters to choose from, besides the base model.
+        settings: Of requests other than long answers.
     """
     random, lengths, names = Random(seed), border_lengths(), list(kinds)
     starts = [random.randrange(len(text) - MAX_MODEL_LEN) for _ in range(8)]
@@ -164,9 +175,9 @@ def draw(
         length = random.choice(lengths)
         if kinds[kind]["max_tokens"] is None:
             length = MAX_MODEL_LEN - random.randint(1, 24)
-        settings = random.choice(WITH_ROUNDS if kind == LONG else SETTINGS)
-        start = random.choice(starts[:2] if "kv_eviction_context" in settings else starts)
-        sampling = {"temperature": 0.0, **kinds[kind], "extra_args": settings}
+        own = random.choice(WITH_ROUNDS if kind == LONG else settings)
+        start = random.choice(starts[:2] if "kv_eviction_context" in own else starts)
+        sampling = {"temperature": 0.0, **kinds[kind], "extra_args": own}
         if num_adapters:
             sampling[LORA_ADAPTER] = random.randint(0, num_adapters)
         distinct.append(Request(kind, tuple(text[start : start + length]), sampling))
