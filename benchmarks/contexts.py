@@ -3,12 +3,15 @@
 Three questions. How many contexts stay resident in the same bytes, when each is asked about in
 turn, again and again: what had to give way is prefilled anew. How long the second client waits for
 its first token, when the first one has compressed the context. And how many blocks many clients of
-one context hold. The last line of the output is one JSON object with every setting and version.
+one context hold. With `--restart` the plugin also stores its contexts in a folder, and a new engine
+finds them there. The last line of the output is one JSON object with every setting and version.
 """
 
 import json
+import tempfile
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,6 +51,7 @@ def main(
     method: str = "layer-keydiff-perturb",
     budget: Annotated[str, typer.Option(help="Entries per KV head, or a fraction.")] = "0.125",
     dtype: str = dtype_name(fast_dtype()),
+    restart: Annotated[bool, typer.Option(help="Measure a context store, too.")] = False,
 ) -> None:
     """Asks about contexts round robin, then several questions about one."""
     settings = {name: str(value) for name, value in locals().items()}
@@ -73,10 +77,16 @@ def main(
         "questions": asked,
         "eviction": None,
     }
-    measured = {
-        name: run_child(__file__, {**job, "eviction": eviction})
-        for name, eviction in (("stock", None), ("plugin", config.model_dump()))
-    }
+    plugin = config.model_dump()
+    with tempfile.TemporaryDirectory() as folder:
+        engines = {"stock": None, "plugin": plugin}
+        if restart:
+            storing = {**plugin, "context_store": folder}
+            engines |= {"storing": storing, "restarted": storing}
+        measured = {
+            name: run_child(__file__, {**job, "eviction": eviction})
+            for name, eviction in engines.items()
+        }
     _show(measured)
     settings |= {"model": Path(model).name, "text": source}
     print(json.dumps({"settings": settings, "machine": machine(), **measured}))
@@ -119,6 +129,8 @@ def _round(llm: "LLM", job: Job, first: int) -> dict[str, Any]:
         "seconds": time.perf_counter() - start,
         "tokens_prefilled": sum(map(len, prompts)) - sum(cached),
         "contexts_found": sum(count >= len(job["contexts"][0]) // 2 for count in cached),
+        "first_token_seconds": fmean(output.metrics.first_token_latency for output in outputs),
+        "answers": [list(output.outputs[0].token_ids) for output in outputs],
     }
 
 
@@ -151,17 +163,22 @@ def _sampling(job: Job) -> "SamplingParams":
 def _show(measured: dict[str, dict[str, Any]]) -> None:
     table = Table(title="Contexts asked about in turn", title_justify="left")
     table.add_column("engine")
-    names = ("all rounds", "speed", "last round", "speed", "contexts found in it")
+    rounds = ("all rounds", "speed", "first token of the first", "same answers in it")
+    names = ("last round", "speed", "contexts found in it")
     clients = ("first client", "second client", "blocks of one client", "of all")
-    for name in (*names, *clients):
+    for name in (*rounds, *names, *clients):
         table.add_column(name, justify="right")
     stock = measured["stock"]
+    plugin = measured["plugin"]["rounds"][0]["answers"]
     for name, each in measured.items():
-        last = each["rounds"][-1]
+        first, last = each["rounds"][0], each["rounds"][-1]
+        same = sum(a == b for a, b in zip(first["answers"], plugin, strict=True))
         table.add_row(
             name,
             f"{each['seconds']:.1f} s",
             f"{stock['seconds'] / each['seconds']:.2f}x",
+            f"{first['first_token_seconds']:.3f} s",
+            str(same),
             f"{last['seconds']:.1f} s",
             f"{stock['rounds'][-1]['seconds'] / last['seconds']:.2f}x",
             str(last["contexts_found"]),

@@ -29,6 +29,7 @@ from tests.load.clients import MODEL_NAME, Clients
 from tests.load.fuzz import fuzz
 from tests.load.mixture import KINDS, MAX_MODEL_LEN, SERVER, Request, draw
 from tests.load.script import long_text, model_folder, run_script
+from vllm_kvselect.config import CONFIG_KEY
 from vllm_kvselect.evaluation.server import Server, plugin_environment, serving
 from vllm_kvselect.machine import machine
 from vllm_kvselect.offline.tables import console as table_console
@@ -87,10 +88,7 @@ def _flags(kv_mib: int) -> list[str]:
     flags += ["--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", f"{kv_mib}M"]
     flags += ["--max-num-batched-tokens", "150", "--max-num-seqs", "8"]
     flags += ["--max-num-queued-reqs", "32", "--disable-uvicorn-access-log"]
-    flags += ["--kv-eviction", SERVER["method"], "--kv-eviction-budget", str(SERVER["budget"])]
-    flags += ["--kv-eviction-window", str(SERVER["window"])]
-    flags += ["--kv-eviction-decode-interval", str(SERVER["decode_interval"])]
-    return [*flags, "--kv-eviction-allow-override", ",".join(SERVER["allow_override"])]
+    return [*flags, "--additional-config", json.dumps({CONFIG_KEY: SERVER})]
 
 
 async def _soak(
