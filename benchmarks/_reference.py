@@ -155,7 +155,8 @@ def logprobs_on_choice(
     layers = capture(model, list(prompt))
     retained = retained_entries(Prompt(layers, len(prompt), block_size), config)
     following = list(answer[:-1])
-    return _logprobs(continue_prompt(model, layers, following, retained).logits, answer)
+    continued = continue_prompt(model, layers, prompt, following, retained)
+    return _logprobs(continued.logits, answer)
 
 
 def _logprobs(logits: torch.Tensor, answer: Sequence[int]) -> list[float]:

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,10 +70,19 @@ def wait_until_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path) 
     pytest.fail(log.read_text()[-3000:])
 
 
-def post(url: str, path: str = "/v1/completions", **body: Any) -> Any:
-    """The response to a request for the small model, greedy unless said otherwise."""
+def post(url: str, path: str = "/v1/completions", *, engine: int | None = None, **body: Any) -> Any:
+    """The response to a request for the small model, greedy unless said otherwise.
+
+    Args:
+        url: Of the server.
+        path: Of the endpoint.
+        engine: Which of several data-parallel engines answers; None: who has the least to do.
+        body: Of the request.
+    """
     data = json.dumps({"model": "small", "temperature": 0, **body}).encode()
     headers = {"Content-Type": "application/json"}
+    if engine is not None:
+        headers["X-data-parallel-rank"] = str(engine)
     request = urllib.request.Request(url + path, data, headers)
     return urllib.request.urlopen(request, timeout=120)
 
@@ -94,14 +104,17 @@ def refusal(url: str, path: str = "/v1/completions", **body: Any) -> tuple[int, 
 
 
 def metrics(url: str) -> dict[str, float]:
-    """Samples of `/metrics` by name, those of one name with labels other than vLLM's apart."""
+    """Samples of `/metrics` by name, those of one name with labels other than vLLM's apart.
+
+    Those of several engines are added up.
+    """
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
         text = response.read().decode()
-    found: dict[str, float] = {}
+    found: Counter[str] = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
-            found[" ".join([sample.name, *labels.values()])] = sample.value
+            found[" ".join([sample.name, *labels.values()])] += sample.value
     return found
 
 

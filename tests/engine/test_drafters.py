@@ -50,6 +50,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 PROMPTS = random_prompts([200 + 17 * index for index in range(len(SETTINGS))])
 PROMPTS[5][:160] = PROMPTS[4][:160]
+CHOOSE_BY_HEAD = [0, 2, 9, 11]  # what two ranks take
 SERVER = {
     "method": "adakv-perturb",
     "budget": 96,
@@ -112,6 +113,24 @@ def test_tokens_are_those_without_a_drafter(
         assert block_bytes(engine.llm.llm_engine.vllm_config) * NUM_BLOCKS == (
             engine.worker.vllm_config.cache_config.kv_cache_memory_bytes
         )
+
+
+@pytest.mark.parametrize("method", ["draft_model", pytest.param("eagle", marks=pytest.mark.load)])
+def test_two_ranks_draft_and_choose_as_one(
+    method: str,
+    start: EngineFactory,
+    folder: Path,
+    expected: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    chosen = [SETTINGS[index] for index in CHOOSE_BY_HEAD]
+    prompts = [PROMPTS[index] for index in CHOOSE_BY_HEAD]
+    with start(SERVER, 0, tensor_parallel_size=2, **drafting(folder, method)) as engine:
+        answers = engine.generate(prompts, NUM_GENERATED, chosen)
+        assert counted(engine, "vllm:spec_decode_num_drafts") > 15
+    for answer, index in zip(answers, CHOOSE_BY_HEAD, strict=True):
+        assert answer.token_ids == expected[index].token_ids
 
 
 @pytest.mark.load  # tests/engine/test_equivalence.py has a drafter each time

@@ -283,10 +283,19 @@ def test_top_shows_what_the_server_says(server: str, text_tokens: list[int]) -> 
 
 @pytest.fixture(scope="module")
 def two_front_ends(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A server with two API processes, which share metrics in files, and no overrides."""
+    """A server with two API processes, which share metrics in files, and two engines.
+
+    The engines share nothing but a folder of compressed contexts.
+    """
+    folder = tmp_path_factory.mktemp("two")
     options = ["--kv-eviction", "snapkv", "--kv-eviction-budget", "256"]
-    with serving(tmp_path_factory.mktemp("two"), *options, "--api-server-count", "2") as url:
-        yield url
+    options += ["--kv-eviction-allow-override", "context"]
+    options += ["--kv-eviction-context-store", str(folder / "contexts")]
+    options += ["--api-server-count", "2", "--data-parallel-size", "2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else both compute on one core
+        with serving(folder, *options) as url:
+            yield url
 
 
 def test_two_front_ends_refuse_and_count_together(
@@ -312,3 +321,21 @@ def test_two_front_ends_refuse_and_count_together(
     assert found["vllm:kv_eviction_freed_blocks_total"] == 4 * num_freed(800, budget=256)
     assert found["vllm:kv_eviction_retained_ratio_count"] == 4
     assert Snapshot.fetch(url).num_evicted == 4
+
+
+def test_an_engine_finds_what_its_sibling_compressed(
+    two_front_ends: str, text_tokens: list[int]
+) -> None:
+    counted = [f"vllm:kv_eviction_{name}_contexts_total" for name in ("stored", "loaded")]
+    body = {"prompt": text_tokens[1000:3040], "max_tokens": 12, "logprobs": 1, "ignore_eos": True}
+    body["vllm_xargs"] = {"kv_eviction_context": 2000}
+    answers = []
+    for engine, expected in ((0, [1, 0]), (1, [1, 1])):
+        with post(two_front_ends, engine=engine, **body) as response:
+            answers.append(json.load(response)["choices"][0])
+        readings(  # the first writes in the background
+            lambda: [metrics(two_front_ends)[name] for name in counted],
+            expected.__eq__,
+        )
+    assert answers[0]["text"] == answers[1]["text"]
+    assert answers[0]["logprobs"] == answers[1]["logprobs"]

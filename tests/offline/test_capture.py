@@ -79,7 +79,7 @@ def test_whole_cache_continues_as_the_model(llama: PreTrainedModel, token_ids: l
     prompt, following = token_ids[:80], token_ids[80:]
     layers = capture(llama, token_ids)
     everything = torch.ones(NUM_LAYERS, NUM_KV_HEADS, len(prompt), dtype=torch.bool)
-    continued = continue_prompt(llama, layers, following, everything)
+    continued = continue_prompt(llama, layers, prompt, following, everything)
     with torch.no_grad():
         expected = llama(torch.tensor([token_ids]), output_hidden_states=True)
     hidden = torch.cat(expected.hidden_states)[:, len(prompt) :]
@@ -107,7 +107,8 @@ def test_dropped_entries_are_not_seen(llama: PreTrainedModel, token_ids: list[in
     llama.set_attn_implementation(before)
 
     layers = capture(llama, token_ids)
-    continued = continue_prompt(llama, layers, token_ids[num_prompt_tokens:], retained)
+    prompt, following = token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:]
+    continued = continue_prompt(llama, layers, prompt, following, retained)
     torch.testing.assert_close(
         continued.logits, expected.logits[0, num_prompt_tokens:], rtol=1e-3, atol=1e-4
     )

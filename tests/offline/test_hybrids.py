@@ -8,9 +8,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.engine.random_hybrids import falcon_h1, granite_h, lfm2, nemotron_h, qwen3_next
 from tests.oracle import kvzip as oracle
-from vllm_kvselect.offline.attention import attending_layers, keeps_states
+from vllm_kvselect.offline.attention import attending_layers, attention_replaced, keeps_states
 from vllm_kvselect.offline.capture import capture, continue_prompt
-from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.kvzip import Replay, chunks, kvzip_scores
 from vllm_kvselect.offline.rotations import UnknownRotation
 
@@ -22,6 +21,7 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], list[int]]] = {
     "qwen3_next": (qwen3_next, [2, 5]),
 }
 CHUNK_SIZE = 17
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -58,8 +58,46 @@ def test_rotations_are_known(hybrid: PreTrainedModel, token_ids: list[int]) -> N
         assert not isinstance(layer.rotation, UnknownRotation), layer.rotation
 
 
-def test_nothing_is_continued_off_the_engine(hybrid: PreTrainedModel, token_ids: list[int]) -> None:
+def test_whole_cache_continues_as_the_model(hybrid: PreTrainedModel, token_ids: list[int]) -> None:
     layers = capture(hybrid, token_ids)
-    retained = torch.ones(len(layers), len(layers[0].key), 20, dtype=torch.bool)
-    with pytest.raises(EvaluationError, match=r"keeps states .*--through engine"):
-        continue_prompt(hybrid, layers, token_ids[20:30], retained)
+    prompt, following = token_ids[:20], token_ids[20:30]
+    everything = torch.ones(len(layers), len(layers[0].key), len(prompt), dtype=torch.bool)
+    continued = continue_prompt(hybrid, layers, prompt, following, everything)
+    with torch.no_grad():
+        expected = hybrid(torch.tensor([prompt + following]), output_hidden_states=True)
+    attending = [expected.hidden_states[i] for i in [*attending_layers(hybrid), -1]]
+    hidden = torch.cat(attending)[:, len(prompt) :]
+    torch.testing.assert_close(continued.hidden_states, hidden, **CLOSE)
+    torch.testing.assert_close(continued.logits, expected.logits[0, len(prompt) :], **CLOSE)
+
+
+def test_following_tokens_see_what_is_retained(
+    hybrid: PreTrainedModel, token_ids: list[int]
+) -> None:
+    """Against attention written out query by query, in a whole run of the model."""
+    layers = capture(hybrid, token_ids)
+    prompt, following = token_ids[:20], token_ids[20:30]
+    generator = torch.Generator().manual_seed(1)
+    shape = (len(layers), len(layers[0].key), len(prompt))
+    retained = torch.rand(shape, generator=generator) < 0.4
+
+    def attend(
+        index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        output = torch.empty_like(query)
+        group = query.shape[1] // key.shape[1]
+        for head in range(query.shape[1]):
+            of = head // group
+            for position in range(query.shape[2]):
+                seen = list(range(position + 1))
+                if position >= len(prompt):
+                    kept = retained[index, of].nonzero()[:, 0].tolist()
+                    seen = [*kept, *range(len(prompt), position + 1)]
+                weights = (scale * key[0, of, seen] @ query[0, head, position]).softmax(0)
+                output[0, head, position] = weights @ value[0, of, seen]
+        return output
+
+    with torch.no_grad(), attention_replaced(hybrid, attend):
+        expected = hybrid(torch.tensor([prompt + following])).logits[0, len(prompt) :]
+    continued = continue_prompt(hybrid, layers, prompt, following, retained)
+    torch.testing.assert_close(continued.logits, expected, **CLOSE)

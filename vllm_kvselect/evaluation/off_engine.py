@@ -73,17 +73,17 @@ class _Compressed:
         layers: Captured from the prompt, or from more that begins with it.
         retained: `[num_settings, num_layers, num_kv_heads, position]` bool. What follows the
             position reads these entries alone.
-        num_tokens: Length of the prompt or the text, of which `retained` is a share.
+        token_ids: The prompt or the text, of which `retained` is a share.
     """
 
     layers: list[Layer]
     retained: torch.Tensor
-    num_tokens: int
+    token_ids: Sequence[int]
 
     @cached_property
     def shares(self) -> list[float]:
         """Share of the entries that each setting retains."""
-        compressed = self.position / self.num_tokens
+        compressed = self.position / len(self.token_ids)
         return [1 - (1 - each.double().mean().item()) * compressed for each in self.retained]
 
     @property
@@ -151,7 +151,7 @@ class _Runner:
             layers[0].key.device
         )
         chosen = [retained_entries(prompt, each) for each in evictions]
-        return _Compressed(layers, torch.stack([everything, *chosen]), len(tokens))
+        return _Compressed(layers, torch.stack([everything, *chosen]), tokens)
 
     def _answer(
         self, example: Example, scenario: Scenario, compressed: _Compressed, rows: list[int]
@@ -184,7 +184,8 @@ class _Runner:
     ) -> list[tuple[list[int], float | None, float | None]]:
         """Generated tokens, and negative log-likelihood and accuracy of the target, by row."""
         layers = compressed.layers
-        continued = Continuations(self.model, layers, retained)
+        prompt = compressed.token_ids[: compressed.position]
+        continued = Continuations(self.model, layers, prompt, retained)
         following = example.prompt[compressed.position :]
         forced_ids = torch.tensor([following + example.target], device=retained.device)
         measures: list[tuple[float | None, float | None]] = [(None, None)] * len(retained)
@@ -212,7 +213,7 @@ class _Runner:
         everything = torch.ones(
             len(layers), layers[0].key.shape[0], len(before), dtype=torch.bool
         ).to(layers[0].key.device)
-        return continue_prompt(self.model, layers, [last], everything).logits[-1].argmax()
+        return continue_prompt(self.model, layers, before, [last], everything).logits[-1].argmax()
 
     def _generate(
         self, continued: Continuations, first: torch.Tensor, example: Example

@@ -2,14 +2,16 @@
 
 The prompt's keys and values are read by all rows of a batch at once; a row sees those that its
 choice retained. So every method and budget answers in one batch, at little more than the price of
-one.
+one. A model that keeps states beside them runs the prompt again with every token, for the states.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
-from vllm_kvselect.offline.attention import attention_replaced
+from vllm_kvselect.offline.attention import attention_replaced, keeps_states
 from vllm_kvselect.offline.capture import Layer
 
 if TYPE_CHECKING:
@@ -22,14 +24,22 @@ class Continuations:
     Args:
         model: The model that `layers` were captured from.
         layers: Captured from the prompt, or from more that begins with it.
+        prompt: Its token ids.
         retained: Entries of the prompt that each row sees,
             `[num_rows, num_layers, num_kv_heads, num_prompt_tokens]` bool.
     """
 
     def __init__(
-        self, model: "PreTrainedModel", layers: list[Layer], retained: torch.Tensor
+        self,
+        model: "PreTrainedModel",
+        layers: list[Layer],
+        prompt: Sequence[int],
+        retained: torch.Tensor,
     ) -> None:
         self._model, self._retained = model, retained
+        self._keeps_states = keeps_states(model)
+        again = list(prompt) if self._keeps_states else []
+        self._again = torch.tensor([again] * len(retained), dtype=torch.long).to(retained.device)
         num_tokens = retained.shape[-1]
         self._keys = [layer.key[:, :num_tokens] for layer in layers]
         self._values = [layer.value[:, :num_tokens] for layer in layers]
@@ -49,7 +59,11 @@ class Continuations:
         Returns:
             `[num_rows, num_logits, vocabulary_size]`.
         """
-        start = self._retained.shape[-1] + self._own_keys[0].shape[2]
+        if self._keeps_states:
+            self._again = token_ids = torch.cat((self._again, token_ids), dim=1)
+            start = 0
+        else:
+            start = self._retained.shape[-1] + self._own_keys[0].shape[2]
         positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
         with attention_replaced(self._model, self._attend):
             output = self._model(
@@ -63,16 +77,43 @@ class Continuations:
 
     def rewind(self, length: int) -> None:
         """Forgets all following tokens but the first `length`."""
+        if self._keeps_states:
+            self._again = self._again[:, : self._retained.shape[-1] + length]
         self._own_keys = [key[:, :, :length] for key in self._own_keys]
         self._own_values = [value[:, :, :length] for value in self._own_values]
 
     def keep(self, rows: torch.Tensor) -> None:
         """Goes on with some of the rows, given as indices or as a mask."""
-        self._retained = self._retained[rows]
+        self._retained, self._again = self._retained[rows], self._again[rows]
         self._own_keys = [key[rows] for key in self._own_keys]
         self._own_values = [value[rows] for value in self._own_values]
 
     def _attend(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attention of the tokens that run: the prompt's, if it runs again, and the row's own."""
+        if not self._keeps_states:
+            return self._attend_own(index, query, key, value, scale)
+        num_prompt = self._retained.shape[-1]
+        before = F.scaled_dot_product_attention(
+            query[:, :, :num_prompt],
+            key[:, :, :num_prompt],
+            value[:, :, :num_prompt],
+            is_causal=True,
+            scale=scale,
+            enable_gqa=True,
+        )
+        query, key, value = (each[:, :, num_prompt:] for each in (query, key, value))
+        # Nothing of an earlier run is read, and nothing of this one is held.
+        self._own_keys[index] = self._own_values[index] = key[:, :, :0].clone()
+        return torch.cat((before, self._attend_own(index, query, key, value, scale)), dim=2)
+
+    def _attend_own(
         self,
         index: int,
         query: torch.Tensor,

@@ -99,8 +99,9 @@ class Sample:
 
     def continued(self, retained: torch.Tensor) -> Continuation:
         """What the model makes of the following tokens on the retained entries of all layers."""
+        compressed = self.case.compressed(self.scenario)
         following = self.case.following(self.scenario)
-        return continue_prompt(self.model, self.prompt.layers, following, retained)
+        return continue_prompt(self.model, self.prompt.layers, compressed, following, retained)
 
 
 class Study:
