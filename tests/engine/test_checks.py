@@ -255,6 +255,12 @@ def test_a_pool_cannot_span_the_stages_of_a_pipeline() -> None:
         ),
         (
             "eagle3",
+            lambda config: setattr(config, "lora_config", SimpleNamespace()),
+            {},
+            "drafters that share the model's embeddings .* beside --enable-lora are not supported",
+        ),
+        (
+            "eagle3",
             lambda config: None,
             {"context_store": "contexts"},
             "cannot be used: drafters must have no layers: choose 'ngram'; change it",

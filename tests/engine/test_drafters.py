@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.lora.request import LoRARequest
 
+from tests.engine.adapters import RANK, random_adapter
 from tests.engine.all_methods import engines_of
 from tests.engine.conftest import BLOCK_SIZE, Answer, Engine, EngineFactory, preempting_all
 from tests.engine.machine import BUT_PREFILL
@@ -131,6 +133,31 @@ def test_two_ranks_draft_and_choose_as_one(
         assert counted(engine, "vllm:spec_decode_num_drafts") > 15
     for answer, index in zip(answers, CHOOSE_BY_HEAD, strict=True):
         assert answer.token_ids == expected[index].token_ids
+
+
+@pytest.mark.load
+def test_an_adapters_requests_are_answered_as_without_a_drafter(
+    start: EngineFactory, folder: Path, tmp_path: Path
+) -> None:
+    out = SHAPE["num_attention_heads"] * SHAPE["head_dim"]
+    names = [f"model.layers.{layer}.self_attn" for layer in range(NUM_LAYERS)]
+    random_adapter(
+        tmp_path / "adapter",
+        {f"{name}.q_proj": (out, SHAPE["hidden_size"]) for name in names}
+        | {f"{name}.o_proj": (SHAPE["hidden_size"], out) for name in names},
+    )
+    request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    answers = []
+    for drafter in ({}, drafting(folder, "draft_model")):
+        lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+        with start(SERVER, 0 if drafter else 130, **drafter, **lora) as engine:
+            asked = [engine.sampling(NUM_GENERATED, each) for each in SETTINGS]
+            found = engine.llm.generate(prompts, asked, use_tqdm=False, lora_request=request)
+            base = engine.generate(PROMPTS[:1], NUM_GENERATED, SETTINGS[:1])
+            answers.append([result.outputs[0].token_ids for result in found])
+            assert answers[-1][0] != base[0].token_ids
+    assert answers[1] == answers[0]
 
 
 @pytest.mark.load  # tests/engine/test_equivalence.py has a drafter each time

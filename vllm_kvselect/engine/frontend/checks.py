@@ -185,6 +185,10 @@ def _drafter_problems(vllm_config: VllmConfig) -> list[str]:
     features = {
         "that draft several tokens at once (parallel_drafting)": speculative.parallel_drafting,
         "beside pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        # vLLM's adapters on CPU take the rows of a draft for those of the step, and raise.
+        "that share the model's embeddings (EAGLE) beside --enable-lora": (
+            vllm_config.lora_config is not None and speculative.method != "draft_model"
+        ),
     }
     return [
         f"drafters {feature} are not supported; leave one of them out"
