@@ -96,7 +96,7 @@ def alone(
     question = list(example.prompt[position:])
 
     def continued(following: list[int]) -> torch.Tensor:
-        return continue_prompt(model, layers, example.prompt, following, retained).logits
+        return continue_prompt(model, layers, example.prompt[:position], following, retained).logits
 
     nll, accuracy = forced(continued([*question, *example.target]), list(example.target))
     answer: list[int] = []
