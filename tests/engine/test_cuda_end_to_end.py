@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from tests.engine import flash_attention
 from tests.engine.conftest import EngineFactory, preempting_all
 from tests.engine.float64_prefill import recording_blocks
 from tests.engine.float64_rounds import recording_rounds
-from tests.engine.random_hybrids import gemma4, saved
+from tests.engine.random_hybrids import falcon_h1, gemma4, granite_h, saved
 from tests.engine.random_models import random_gemma3, random_gpt_oss, random_prompts
 from vllm_kvselect.engine import platforms
 from vllm_kvselect.engine.cpu.worker import EvictionCPUWorker
@@ -127,6 +128,33 @@ def test_sliding_windows_beside_full_attention_stay_vllms_and_sinks_count(
         on_flash_attention.undo()
     assert answers[0] == answers[1]
     assert num_freed == [2, 2]
+
+
+@pytest.mark.parametrize("make_model", [granite_h, falcon_h1])
+def test_hybrids_have_several_pages_in_a_block(
+    make_model: Callable[[], PreTrainedModel],
+    start_engine: EngineFactory,
+    tmp_path: Path,
+    on_flash_attention: pytest.MonkeyPatch,
+) -> None:
+    settings = {**SETTINGS, "model": saved(make_model, tmp_path), "skip_tokenizer_init": True}
+    settings |= {"kv_cache_memory_bytes": 2**24, "enable_prefix_caching": False}
+    settings["max_model_len"] = 512
+    methods = ("adakv", "h2o", "layer-keydiff", "none")
+    extra_args = [{"kv_eviction": method} for method in methods]
+    eviction = {**EVICTION, "method": "adakv", "probe": None, "check_integrity": True}
+    eviction |= {"decode_budget": 96, "decode_interval": 64}
+    prompts, answers = random_prompts([310, 290, 400, 60]), []
+    for kind in ("HeadwiseFlashAttention", "HeadwiseCPU"):
+        with start_engine(eviction, 0, **settings) as engine:
+            [builder] = engine.worker._builders
+            assert type(builder).__name__ == f"{kind}MetadataBuilder"
+            assert builder.kv_cache_spec.block_size == 32
+            assert engine.worker.vllm_config.cache_config.block_size == 96
+            answers.append(engine.generate(prompts, 90, extra_args))
+            assert engine.worker.kv_eviction_stats()["num_evicted"] == 3
+        on_flash_attention.undo()
+    assert answers[0] == answers[1]
 
 
 def test_sparse_prefills_read_what_they_read_on_cpu(

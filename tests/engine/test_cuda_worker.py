@@ -1,6 +1,7 @@
 """The CUDA worker: which request a row is, what keeps out of full graphs, reports, memory."""
 
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,6 +183,18 @@ def test_memory_beside_the_cache_is_reserved_unless_the_user_gave_a_size(
     assert least < 40 * 2**30 - left < 2 * least
     worker.cache_config.kv_cache_memory_bytes = 40 * 2**30
     assert worker.determine_available_memory() == 40 * 2**30
+
+
+def test_of_blocks_with_room_for_a_state_pages_are_reserved_for(
+    worker: Any, spec: HeadwiseSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = worker.determine_available_memory()
+    padded = 34 * spec.page_size_bytes + 2**12
+    hybrid = replace(spec, block_size=34 * 16, page_size=16, page_size_padded=padded)
+    monkeypatch.setattr(
+        EvictionGPUWorker, "get_kv_cache_spec", lambda _: {str(i): hybrid for i in range(32)}
+    )
+    assert worker.determine_available_memory() == left
 
 
 def test_a_start_up_plan_leaves_the_reserve_free(

@@ -21,9 +21,10 @@ class Platform:
         backends: Our attention backend for each of vLLM's that it can stand in for; the first is
             taken where the user names none.
         block_multiple: Tokens by which a block size must be divisible.
+        page_size: Entries per page, whatever the block size is.
+        page_is_block: Whether a page has as many entries as a block has tokens instead, except in
+            hybrids: their blocks have room for a state, and so for hundreds of tokens.
         default_block_size: Block size where the user names none; None leaves it to vLLM.
-        page_size: Entries per page, whatever the block size is; None for as many as a block has
-            tokens.
         quantized_cache_dtypes: Values of `--kv-cache-dtype` beside the model's own type.
     """
 
@@ -31,8 +32,9 @@ class Platform:
     worker: str
     backends: Mapping[AttentionBackendEnum, str]
     block_multiple: int
+    page_size: int
+    page_is_block: bool = False
     default_block_size: int | None = None
-    page_size: int | None = None
     quantized_cache_dtypes: tuple[str, ...] = ()
 
 
@@ -45,8 +47,8 @@ PLATFORMS: dict[str, Platform] = {
         },
         block_multiple=32,
         # The smallest block of the kernel's tiles: packed budgets waste the least in it.
-        default_block_size=32,
         page_size=32,
+        default_block_size=32,
         quantized_cache_dtypes=("fp8", "fp8_e4m3", "fp8_e5m2"),
     ),
     "cuda": Platform(
@@ -61,6 +63,8 @@ PLATFORMS: dict[str, Platform] = {
             ),
         },
         block_multiple=16,
+        page_size=16,
+        page_is_block=True,
         quantized_cache_dtypes=("fp8", "fp8_e4m3"),
     ),
 }
@@ -86,11 +90,17 @@ def block_size_of(vllm_config: VllmConfig) -> int:
     return int(cache.effective_attention_block_size or cache.block_size)
 
 
-def page_size_of(vllm_config: VllmConfig) -> int:
-    """Entries per page: where the platform says so, of blocks of any size."""
+def fixed_page_size(vllm_config: VllmConfig) -> int | None:
+    """Entries per page where blocks of any size have such pages; None where a page is a block."""
     here = platform()
-    fixed = here.page_size if here is not None else None
-    return int(fixed or block_size_of(vllm_config))
+    if here is None or (here.page_is_block and not vllm_config.model_config.is_hybrid):
+        return None
+    return here.page_size
+
+
+def page_size_of(vllm_config: VllmConfig) -> int:
+    """Entries per page."""
+    return fixed_page_size(vllm_config) or block_size_of(vllm_config)
 
 
 def margins(vllm_config: VllmConfig) -> tuple[int, int]:

@@ -29,9 +29,7 @@ class HeadwiseCPUAttentionBackend(CPUAttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """The size of a page: vLLM splits larger blocks into kernel blocks of it."""
-        page_size = PLATFORMS["cpu"].page_size
-        assert page_size is not None
-        return [page_size]
+        return [PLATFORMS["cpu"].page_size]
 
     @staticmethod
     def get_impl_cls() -> type["HeadwiseCPUAttentionImpl"]:

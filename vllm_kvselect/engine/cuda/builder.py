@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     CommonAttentionMetadata,
+    MultipleOf,
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
 
@@ -47,6 +48,15 @@ class CudaBackend(AttentionBackend):
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         """The layout in which the part of a block that holds one head is contiguous."""
         return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def get_supported_kernel_block_sizes(
+        cls, kv_cache_spec: KVCacheSpec | None = None
+    ) -> list[int | MultipleOf]:
+        """The size of a page, where blocks have several: vLLM splits them into kernel blocks."""
+        if isinstance(kv_cache_spec, HeadwiseSpec) and kv_cache_spec.page_size is not None:
+            return [kv_cache_spec.page_size]
+        return super().get_supported_kernel_block_sizes(kv_cache_spec)
 
 
 class DeviceSplitter(Splitter):
@@ -121,11 +131,11 @@ class CudaMetadataBuilder(HeadwiseBuilder):
     ) -> None:
         spec = self.kv_cache_spec
         assert isinstance(spec, HeadwiseSpec)
-        manager_block_size = self.vllm_config.cache_config.block_size
-        if self.block_size != manager_block_size:
+        expected = spec.page_size or self.vllm_config.cache_config.block_size
+        if self.block_size != expected:
             raise ConfigError(
-                f"kv_eviction cannot use block_size = {manager_block_size}, since the attention "
-                f"kernel takes {self.block_size}; set --block-size {self.block_size}"
+                f"kv_eviction cannot use block_size = {expected}, since the attention kernel takes "
+                f"{self.block_size}; set --block-size {self.block_size}"
             )
         compilation = self.vllm_config.compilation_config
         if compilation.cudagraph_mode.has_full_cudagraphs():

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, replace_as
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvselect.config import ConfigError
@@ -95,7 +95,8 @@ class EvictionGPUWorker(EvictionWorker, Worker):
         specs = [spec for spec in self.get_kv_cache_spec().values() if type(spec) is HeadwiseSpec]
         if not specs:
             return 0
-        spec, num_layers = specs[0], len(specs)
+        # Beside the cache everything is counted in pages, of which a block may have several.
+        spec, num_layers = _of_a_page(specs[0]), len(specs)
         scheduler, model = self.vllm_config.scheduler_config, self.model_config
         tables = buffer_bytes(
             scheduler.max_num_seqs,
@@ -138,3 +139,9 @@ class EvictionGPUWorker(EvictionWorker, Worker):
             num_sums = available // spec.page_size_bytes * spec.num_kv_heads * spec.block_size
         num_windows = min(max_num_seqs, available // (held + window))
         return num_windows * window + num_rows * token + 4 * num_sums
+
+
+def _of_a_page(spec: HeadwiseSpec) -> HeadwiseSpec:
+    """The spec of a kernel block, which is a page; a block may be padded, for a state."""
+    size = spec.page_size or spec.block_size
+    return replace_as(spec, HeadwiseSpec, block_size=size, page_size_padded=None)

@@ -32,7 +32,7 @@ from vllm_kvselect.engine.models import (
     refuse_mixed_groups,
     refuse_other_options,
 )
-from vllm_kvselect.engine.platforms import platform
+from vllm_kvselect.engine.platforms import fixed_page_size
 from vllm_kvselect.engine.refusal import notes_refusals
 from vllm_kvselect.engine.report import StepReport
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, with_eviction
@@ -123,8 +123,8 @@ class EvictionWorker(ABC):
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """vLLM's specs, with the eviction configuration."""
-        specs, here = super().get_kv_cache_spec(), platform()  # type: ignore[misc]
-        ours = self._eviction, here.page_size if here else None, self._store
+        specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        ours = self._eviction, fixed_page_size(self.vllm_config), self._store
         return {name: with_eviction(spec, *ours) for name, spec in specs.items()}
 
     @notes_refusals
