@@ -133,6 +133,8 @@ def engine_arguments(job: Job) -> dict[str, Any]:
     for name in ("block_size", "kv_cache_dtype", "speculative_config"):
         if job.get(name):
             arguments[name] = job[name]
+    if "prefix_caching" in job:
+        arguments["enable_prefix_caching"] = job["prefix_caching"]
     if job["eviction"] is not None:
         arguments["additional_config"] = {CONFIG_KEY: job["eviction"]}
     return arguments
