@@ -178,8 +178,14 @@ def overrides() -> Iterator[tuple[type, str, Callable[..., Any], Callable[..., A
 
 
 def signature(method: Any) -> inspect.Signature | None:
+    """What its callers give; a class method's class comes from Python."""
     function = getattr(method, "__func__", method)
-    return inspect.signature(function) if inspect.isfunction(function) else None
+    if not inspect.isfunction(function):
+        return None
+    found = inspect.signature(function)
+    if isinstance(method, classmethod):
+        return found.replace(parameters=[*found.parameters.values()][1:])
+    return found
 
 
 def test_what_we_override_takes_what_vllms_takes() -> None:
