@@ -10,6 +10,7 @@ from vllm import _custom_ops as ops
 from vllm_kvselect.engine.cpu import schedules as cpu_schedules
 from vllm_kvselect.engine.cpu.schedules import TILE, Schedules
 from vllm_kvselect.engine.drop.page_tables import SettledRows
+from vllm_kvselect.engine.platforms import has_fp8_caches
 from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
 from vllm_kvselect.paging.page_table import PageTable
 
@@ -120,7 +121,8 @@ def test_plans_are_kept_for_every_layer_and_head_of_their_own(made: Mock) -> Non
     pages = torch.zeros(1, NUM_KV_HEADS, WIDTH, dtype=torch.int32)
     seq_lens, retained = torch.tensor([40]), torch.tensor([[0, 0, 32]])
     query = torch.randn(1, GROUP, HEAD_SIZE)
-    schedules, sinks = Schedules("vec", "fp8"), torch.zeros(NUM_KV_HEADS * GROUP)
+    cache_dtype = "fp8" if has_fp8_caches() else "auto"
+    schedules, sinks = Schedules("vec", cache_dtype), torch.zeros(NUM_KV_HEADS * GROUP)
     for _ in range(3):
         batch = step(pages, seq_lens, retained)
         for layer in range(2):
@@ -128,7 +130,7 @@ def test_plans_are_kept_for_every_layer_and_head_of_their_own(made: Mock) -> Non
                 schedules.of(layer, batch, call, query)
     lengths = [call.kwargs["seq_lens"].tolist() for call in made.call_args_list]
     assert lengths == [[48], [48], [16]] * 2
-    assert {call.kwargs["kv_cache_dtype"] for call in made.call_args_list} == {"fp8"}
+    assert {call.kwargs["kv_cache_dtype"] for call in made.call_args_list} == {cache_dtype}
 
 
 @pytest.mark.parametrize("change", ["nothing", "pages", "rows"])
