@@ -147,6 +147,7 @@ def hybrid(
         # What lies beside takes blocks, too.
         num_bytes = max(num_blocks, 80) * family.block_size * family.token_bytes
         defaults = {"enable_prefix_caching": family.caches, "dtype": family.dtype}
+        defaults["mamba_ssm_cache_dtype"] = "float32"  # else vLLM goes by the processor
         settings = {"kv_cache_memory_bytes": num_bytes, **defaults, **settings}
         return start_engine(eviction, num_blocks, **settings)
 
