@@ -110,6 +110,7 @@ def first_token(
         room = bytes_of_tokens(folder, dtype, longest + 640)
         stock = _job(folder, dtype, longest + 16, room)
         stock |= {"task": "first token", "prompts": _prompts(folder, 2, longest)}
+        stock["prefix_caching"] = False
         stock |= {"lengths": all_lengths}
         once = EvictionConfig.parse({"method": method, "budget": budget})
         often = once.model_copy(update={"prompt_interval": interval})
@@ -162,6 +163,7 @@ def bounded(
         room = bytes_of_tokens(folder, dtype, pool_tokens)
         job = _job(folder, dtype, prompt_len + output_len, room)
         job |= {"task": "bounded", "prompts": _prompts(folder, num_prompts, prompt_len)}
+        job["prefix_caching"] = False
         job |= {"output_len": output_len, "eviction": eviction.model_dump()}
         found = run_child(__file__, job)
     settings["model"] = whole.name
@@ -205,7 +207,7 @@ def measure(job: Job) -> Result:
     from vllm import LLM, SamplingParams
 
     longest = {"max_position_embeddings": job["max_model_len"]}
-    llm = LLM(**engine_arguments(job), hf_overrides=longest, enable_prefix_caching=False)
+    llm = LLM(**engine_arguments(job), hf_overrides=longest)
     if job["task"] == "bounded":
         held, started = watched(llm), time.perf_counter()
         generate(llm, job["prompts"], job["output_len"])

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from tests.engine.random_hybrids import lfm2
 from tests.probe_files import probe_of
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.evaluation import off_engine
@@ -123,21 +124,20 @@ def test_every_example_is_answered_in_every_setting(
     assert {(each.example, each.setting) for each in predictions} == expected
 
 
-def test_batched_answers_are_those_of_each_alone(
+def assert_as_alone(
     predictions: list[Prediction],
     examples: list[Example],
-    llama: PreTrainedModel,
-    llama_folder: Path,
+    model: PreTrainedModel,
+    config: EvaluationConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    config = make_config(llama_folder)
     chosen = {(each.method, each.budget): each for each in config.evictions()}
     by_name = {example.name: example for example in examples}
     texts = set()
     for each in predictions:
         eviction = chosen.get((each.method, each.budget))
         answer, nll, accuracy = alone(
-            llama, tokenizer, by_name[each.example], each.scenario, eviction
+            model, tokenizer, by_name[each.example], each.scenario, eviction
         )
         assert each.text == tokenizer.decode(answer, skip_special_tokens=True)
         assert each.num_tokens == MAX_TOKENS
@@ -145,6 +145,29 @@ def test_batched_answers_are_those_of_each_alone(
         assert each.accuracy == pytest.approx(accuracy)
         texts.add(each.text)
     assert len(texts) > len(predictions) / 3, "the settings must give different answers"
+
+
+def test_batched_answers_are_those_of_each_alone(
+    predictions: list[Prediction],
+    examples: list[Example],
+    llama: PreTrainedModel,
+    llama_folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    assert_as_alone(predictions, examples, llama, make_config(llama_folder), tokenizer)
+
+
+def test_a_hybrids_answers_are_those_of_each_alone(
+    examples: list[Example], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Its states come from the whole text, and from no more than that."""
+    torch.manual_seed(0)
+    hybrid = lfm2().eval()
+    hybrid.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    hybrid.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    config = make_config(tmp_path, methods=("layer-thetakv", "layer-probe"))
+    assert_as_alone(answers(config, examples), examples, hybrid, config, tokenizer)
 
 
 def test_retained_shares_are_those_of_the_plan(predictions: list[Prediction]) -> None:

@@ -20,6 +20,7 @@ from vllm_kvselect.evaluation.predictions import Prediction, Setting
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.offline.answers import forced
+from vllm_kvselect.offline.attention import keeps_states
 from vllm_kvselect.offline.capture import Layer, capture, continue_prompt
 from vllm_kvselect.offline.continuations import Continuations
 from vllm_kvselect.offline.models import load_model, load_tokenizer
@@ -158,8 +159,10 @@ class _Runner:
     ) -> list[Prediction]:
         predictions = []
         settings = self.config.settings(scenario)
-        for start in range(0, len(rows), ROWS_AT_ONCE):
-            some = rows[start : start + ROWS_AT_ONCE]
+        # The prompt of a model with states runs again in every row: a batch saves nothing there.
+        at_once = 1 if keeps_states(self.model) else ROWS_AT_ONCE
+        for start in range(0, len(rows), at_once):
+            some = rows[start : start + at_once]
             answers = self._continue(example, compressed, compressed.retained[some])
             for row, (token_ids, nll, accuracy) in zip(some, answers, strict=True):
                 setting = settings[row]

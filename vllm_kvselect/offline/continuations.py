@@ -29,6 +29,9 @@ class Continuations:
             `[num_rows, num_layers, num_kv_heads, num_prompt_tokens]` bool.
     """
 
+    _own_keys: list[torch.Tensor]
+    _own_values: list[torch.Tensor]
+
     def __init__(
         self,
         model: "PreTrainedModel",
@@ -37,16 +40,14 @@ class Continuations:
         retained: torch.Tensor,
     ) -> None:
         self._model, self._retained = model, retained
-        self._keeps_states = keeps_states(model)
-        again = list(prompt) if self._keeps_states else []
+        again = list(prompt) if keeps_states(model) else []
+        # What runs again with the next tokens: the prompt and what follows it, or nothing.
         self._again = torch.tensor([again] * len(retained), dtype=torch.long).to(retained.device)
+        self._num_again = len(again)
         num_tokens = retained.shape[-1]
         self._keys = [layer.key[:, :num_tokens] for layer in layers]
         self._values = [layer.value[:, :num_tokens] for layer in layers]
-        nothing = self._keys[0].new_empty(
-            len(retained), len(self._keys[0]), 0, layers[0].key.shape[-1]
-        )
-        self._own_keys, self._own_values = [nothing] * len(layers), [nothing] * len(layers)
+        self._hold_nothing()
 
     @torch.no_grad()
     def run(self, token_ids: torch.Tensor, num_logits: int) -> torch.Tensor:
@@ -59,11 +60,11 @@ class Continuations:
         Returns:
             `[num_rows, num_logits, vocabulary_size]`.
         """
-        if self._keeps_states:
+        start = self._retained.shape[-1] + self._own_keys[0].shape[2]
+        if self._num_again:
             self._again = token_ids = torch.cat((self._again, token_ids), dim=1)
+            self._hold_nothing()
             start = 0
-        else:
-            start = self._retained.shape[-1] + self._own_keys[0].shape[2]
         positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
         with attention_replaced(self._model, self._attend):
             output = self._model(
@@ -77,8 +78,7 @@ class Continuations:
 
     def rewind(self, length: int) -> None:
         """Forgets all following tokens but the first `length`."""
-        if self._keeps_states:
-            self._again = self._again[:, : self._retained.shape[-1] + length]
+        self._again = self._again[:, : self._num_again + length]
         self._own_keys = [key[:, :, :length] for key in self._own_keys]
         self._own_values = [value[:, :, :length] for value in self._own_values]
 
@@ -88,6 +88,14 @@ class Continuations:
         self._own_keys = [key[rows] for key in self._own_keys]
         self._own_values = [value[rows] for value in self._own_values]
 
+    def _hold_nothing(self) -> None:
+        """Forgets keys and values of the rows' own tokens."""
+        num_rows, _, num_kv_heads, _ = self._retained.shape
+        key = self._keys[0]
+        nothing = key.new_empty(num_rows, num_kv_heads, 0, key.shape[-1])
+        self._own_keys = [nothing] * len(self._keys)
+        self._own_values = [nothing] * len(self._keys)
+
     def _attend(
         self,
         index: int,
@@ -96,38 +104,35 @@ class Continuations:
         value: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Attention of the tokens that run: the prompt's, if it runs again, and the row's own."""
-        if not self._keeps_states:
-            return self._attend_own(index, query, key, value, scale)
-        num_prompt = self._retained.shape[-1]
-        before = F.scaled_dot_product_attention(
-            query[:, :, :num_prompt],
-            key[:, :, :num_prompt],
-            value[:, :, :num_prompt],
-            is_causal=True,
-            scale=scale,
-            enable_gqa=True,
+        """Attention of the row's own tokens behind that of the prompt's, where it runs again."""
+        num_again = self._num_again
+        again = [each[:, :, :num_again] for each in (query, key, value)]
+        query, key, value = (each[:, :, num_again:] for each in (query, key, value))
+        self._own_keys[index] = torch.cat((self._own_keys[index], key), dim=2)
+        self._own_values[index] = torch.cat((self._own_values[index], value), dim=2)
+        output = self._attend_own(index, query * scale)
+        if not num_again:
+            return output
+        before: torch.Tensor = F.scaled_dot_product_attention(
+            again[0], again[1], again[2], is_causal=True, scale=scale, enable_gqa=True
         )
-        query, key, value = (each[:, :, num_prompt:] for each in (query, key, value))
-        # Nothing of an earlier run is read, and nothing of this one is held.
-        self._own_keys[index] = self._own_values[index] = key[:, :, :0].clone()
-        return torch.cat((before, self._attend_own(index, query, key, value, scale)), dim=2)
+        return torch.cat((before, output), dim=2)
 
-    def _attend_own(
-        self,
-        index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        """Attention of new tokens to the prompt's retained entries and to the row's own tokens."""
-        self._own_keys[index] = own_key = torch.cat((self._own_keys[index], key), dim=2)
-        self._own_values[index] = own_value = torch.cat((self._own_values[index], value), dim=2)
+    def _attend_own(self, index: int, query: torch.Tensor) -> torch.Tensor:
+        """Attention of new tokens to the prompt's retained entries and to the row's own tokens.
+
+        Args:
+            index: The layer's place among those that attend.
+            query: Scaled, `[num_rows, num_heads, num_new, head_size]`.
+
+        Returns:
+            The same shape.
+        """
+        own_key, own_value = self._own_keys[index], self._own_values[index]
         num_rows, num_kv_heads, num_own, head_size = own_key.shape
-        num_new, num_prompt = key.shape[2], self._retained.shape[-1]
+        num_new, num_prompt = query.shape[2], self._retained.shape[-1]
         # A KV head's queries: [num_rows, num_kv_heads, group * num_new, head_size].
-        grouped = query.reshape(num_rows, num_kv_heads, -1, head_size) * scale
+        grouped = query.reshape(num_rows, num_kv_heads, -1, head_size)
         by_head = grouped.transpose(0, 1)
 
         to_prompt = by_head.flatten(1, 2) @ self._keys[index].transpose(1, 2)
@@ -137,7 +142,7 @@ class Continuations:
         logits[..., :num_prompt].masked_fill_(dropped, -torch.inf)
         logits[..., num_prompt:] = (grouped @ own_key.transpose(2, 3)).transpose(0, 1)
         if num_new > 1:
-            later = torch.ones(num_new, num_own, dtype=torch.bool, device=key.device)
+            later = torch.ones(num_new, num_own, dtype=torch.bool, device=query.device)
             later = later.triu(num_own - num_new + 1)
             logits[..., num_prompt:].unflatten(2, (-1, num_new)).masked_fill_(later, -torch.inf)
 
