@@ -41,9 +41,6 @@ def main(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Also both with a cache of this type, such as fp8.")
     ] = "",
-    prefix_caching: Annotated[
-        bool, typer.Option(help="vLLM's CPU code of Mamba 2 cannot cache prompts.")
-    ] = True,
     num_draft_tokens: Annotated[
         int, typer.Option(min=0, help="Drafted at a time by the model itself; 0: no drafts.")
     ] = 0,
@@ -71,7 +68,6 @@ def main(
         "max_model_len": prompt_len + output_len,
         "output_len": output_len,
         "block_size": block_size,
-        "prefix_caching": prefix_caching,
         "prompts": prompts,
         "warm_up": warm_up,
         "eviction": None,
