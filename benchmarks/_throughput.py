@@ -29,6 +29,14 @@ def measure(job: Job) -> Result:
     from vllm import LLM
 
     llm = LLM(**engine_arguments(job))
+    found = all_at_once(llm, job)
+    prefill_seconds = _timed(llm, job, 1)  # one token drops nothing: without selection
+    first_token_seconds = _first_token_seconds(llm, job)
+    return found | {"prefill_seconds": prefill_seconds, "first_token_seconds": first_token_seconds}
+
+
+def all_at_once(llm: "LLM", job: Job) -> Result:
+    """Times all prompts at once, and counts what happens meanwhile."""
     # One prompt of full length, and none of those measured: everything that happens only once,
     # such as compiling or binding weights, happens here.
     generate(llm, [job["warm_up"]], WARM_UP_TOKENS)
@@ -40,19 +48,15 @@ def measure(job: Job) -> Result:
     counts = {name: count - before[name] for name, count in _counts(llm).items()}
     # Preempted prompts are selected from again: this is the time of each prompt's first selection.
     first = len(job["prompts"]) / stats["num_evicted"] if stats["num_evicted"] else 0.0
-    most_held = max(held)
-    prefill_seconds = _timed(llm, job, 1)  # one token drops nothing: without selection
     engine = describe(llm)
     return {
         "seconds": seconds,
-        "prefill_seconds": prefill_seconds,
-        "first_token_seconds": _first_token_seconds(llm, job),
         "selection_seconds": stats["selection_seconds"],
         "selection_seconds_once": stats["selection_seconds"] * first,
         "num_evicted": stats["num_evicted"],
         **counts,
         # Of all blocks but the one that vLLM keeps for itself.
-        "most_blocks_per_request": most_held * (engine["num_blocks"] - 1),
+        "most_blocks_per_request": max(held) * (engine["num_blocks"] - 1),
         "output_tokens": len(job["prompts"]) * job["output_len"],
         **engine,
     }

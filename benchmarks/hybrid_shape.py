@@ -27,7 +27,9 @@ def main(
     config = Lfm2Config(
         vocab_size=len(tokenizer),
         hidden_size=1024,
-        intermediate_size=6656,
+        block_dim=1024,
+        block_ff_dim=6656,
+        conv_dim=1024,
         num_hidden_layers=num_layers,
         layer_types=kinds,
         num_attention_heads=16,

@@ -18,8 +18,7 @@ from typing import Annotated, Any
 import typer
 from _engine import MIB, Job, bytes_of_tokens, default_model, run_child, run_in_turn, run_script
 from _texts import plain_prompts
-from _throughput import generate, watched
-from _throughput import measure as measure_throughput
+from _throughput import all_at_once, generate, watched
 from rich.table import Table
 
 from vllm_kvselect.config import EvictionConfig
@@ -199,13 +198,13 @@ def _ratio(measured: dict[str, list[Result]], name: str, part: str) -> float:
 
 def measure(job: Job) -> Result:
     """The child's part."""
-    if job["task"] == "throughput":
-        return measure_throughput(job)
     import time
 
     from _engine import engine_arguments
     from vllm import LLM, SamplingParams
 
+    if job["task"] == "throughput":
+        return all_at_once(LLM(**engine_arguments(job)), job)
     longest = {"max_position_embeddings": job["max_model_len"]}
     llm = LLM(**engine_arguments(job), hf_overrides=longest)
     if job["task"] == "bounded":

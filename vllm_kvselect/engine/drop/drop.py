@@ -115,6 +115,7 @@ class Drop:
         for layer in layers:
             query = None if queries is None else queries[layer.layer_index]
             self.score(layer, *self.read(layer), query)
+        self._follow()
 
     def read(self, layer: DropLayer) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys up to the cut, and values at least of what competes, from the cache."""
@@ -163,8 +164,7 @@ class Drop:
                 self._choose(layer, candidates, value)
             if self._waiting:
                 self._complete(self._waiting[-1][0])
-            elif self._chosen_by is not None:
-                self._end(self._chosen_by)
+            self._follow()
 
     def candidates(self, layer: DropLayer, inputs: ScoringInputs) -> Candidates:
         """What competes in a layer."""
@@ -237,18 +237,21 @@ class Drop:
         retention = self.retention_of_all(layer, self._kept.stacked)
         self._pack(layer, retention, slice(0, self._state.num_choosing))
 
-    def _follow(self, layer: DropLayer) -> None:
-        """Packs the layers that follow others.
+    def _follow(self) -> None:
+        """Packs the layers that follow others, if all of those have chosen.
 
         Where layers share pages, these share theirs among themselves: what the followed ones retain
         might not fit.
         """
-        begin, followed = self._state.num_choosing, self._state.followed
+        begin, followed, layer = self._state.num_choosing, self._state.followed, self._chosen_by
+        if not followed or layer is None:
+            return
         if self.is_pooled:
             self._follow_together(layer, slice(begin, self._state.num_layers))
-            return
-        for place, index in enumerate(followed, begin):
-            self._pack(layer, self._to_follow[index], slice(place, place + 1))
+        else:
+            for place, index in enumerate(followed, begin):
+                self._pack(layer, self._to_follow[index], slice(place, place + 1))
+        self._state.complete(self.request, self.cut, self.key)
 
     def _follow_together(self, layer: DropLayer, layers: slice) -> None:
         assert self._kept is not None
@@ -295,17 +298,10 @@ class Drop:
             self._choose_together(layer)
         if (numbers := self._numbers) is not None:
             numbers.settle(self.cut.position, self.num_competing)
-        # What is made within a step is known to its request: the drafter's layers come later.
-        if self._state.followed and not self.waits and self.request.progress.drop is self:
-            self._chosen_by = layer
-            return
-        self._end(layer)
-
-    def _end(self, layer: DropLayer) -> None:
-        """Takes note that the cut is made in all layers."""
-        if self._state.followed:
-            self._follow(layer)
-        self._state.complete(self.request, self.cut, self.key)
+        self._chosen_by = layer
+        # Within a step a drafter's layers are computed later.
+        if not self._state.followed:
+            self._state.complete(self.request, self.cut, self.key)
 
 
 class KeptCandidates:
