@@ -194,6 +194,9 @@ def test_a_drafter_that_is_the_model_itself_goes_on_being_right(
         ({"kv_eviction_budget": 64, "kv_eviction": "layer-thetakv"}, 1),
         # The second cut of layers that share pages: what a probe says of an entry stays.
         ({**ROUNDS, "kv_eviction": "layer-probe"}, 2),
+        # Cut within a step that goes on, before the drafter's layers are computed, and any draft.
+        ({"kv_eviction_context": 150, "kv_eviction_budget": 64}, 0),
+        ({"kv_eviction_context": 150, "kv_eviction_budget": 64, "kv_eviction": "layer-probe"}, 0),
     ]
     drafted, accepted = [], []
     with start(SERVER, 0, **drafting(folder, "draft_model")) as engine:

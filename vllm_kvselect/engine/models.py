@@ -7,6 +7,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.engine.platforms import has_drafter_layers
 from vllm_kvselect.engine.scheduler.spec import (
     OTHER_OPTIONS,
     Bystander,
@@ -140,12 +141,6 @@ def bystander_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> lis
         if on
     ]
     return problems
-
-
-def has_drafter_layers(vllm_config: VllmConfig) -> bool:
-    """Whether requests are drafted by a model whose layers have a KV cache."""
-    speculative = vllm_config.speculative_config
-    return speculative is not None and speculative.uses_draft_kv_cache()
 
 
 def refuse_drafter_apart(groups: Sequence[Sequence[str]], of_drafter: Collection[str]) -> None:

@@ -109,6 +109,12 @@ def margins(vllm_config: VllmConfig) -> tuple[int, int]:
     return num_late, int(vllm_config.num_lookahead_tokens)
 
 
+def has_drafter_layers(vllm_config: VllmConfig) -> bool:
+    """Whether requests are drafted by a model whose layers have a KV cache."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.uses_draft_kv_cache()
+
+
 def has_fp8_caches() -> bool:
     """Whether vLLM's CPU kernel knows fp8 caches on this processor."""
     return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()

@@ -238,7 +238,7 @@ class Drop:
         self._pack(layer, retention, slice(0, self._state.num_choosing))
 
     def _follow(self) -> None:
-        """Packs the layers that follow others, if all of those have chosen.
+        """Packs the layers that follow others, if all of those have chosen, and ends the cut.
 
         Where layers share pages, these share theirs among themselves: what the followed ones retain
         might not fit.

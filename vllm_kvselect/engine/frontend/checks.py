@@ -12,13 +12,13 @@ from vllm_kvselect.engine.cuda import xformers_attention
 from vllm_kvselect.engine.cuda.backends import backend_problems
 from vllm_kvselect.engine.models import (
     bystander_problems,
-    has_drafter_layers,
     layer_types,
     model_problems,
     num_sharing_layers,
 )
 from vllm_kvselect.engine.platforms import (
     PLATFORMS,
+    has_drafter_layers,
     has_fp8_caches,
     page_size_of,
     platform,

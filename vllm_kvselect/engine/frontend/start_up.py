@@ -6,8 +6,14 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from vllm_kvselect.config import EvictionConfig, Prefill
-from vllm_kvselect.engine.models import has_drafter_layers, layer_types
-from vllm_kvselect.engine.platforms import block_size_of, margins, page_size_of, platform_name
+from vllm_kvselect.engine.models import layer_types
+from vllm_kvselect.engine.platforms import (
+    block_size_of,
+    has_drafter_layers,
+    margins,
+    page_size_of,
+    platform_name,
+)
 from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.planning.cuts import Cuts, budget_entries, cuts
 from vllm_kvselect.registry import METHODS

@@ -4,6 +4,10 @@ Pooled requests: where layers share pages, none of them could read what lies pas
 step: what is retained is only known after the last layer. So a chunk ends at the cut, and the rest
 comes in the next step.
 
+Drafters with layers of their own: these are computed when the model's are done, and retain what the
+model chose. What lies past a cut would read more there than in the model, and drafts would differ
+for as long as the request lives. So a chunk ends at the cut here, too.
+
 Several cuts: what a request computes up to one is computed before it, and the rest after it. So no
 chunk runs past any: neither that of a long prompt, nor that of a request that resumes, nor one with
 drafts.
@@ -33,7 +37,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_kvselect.engine.notice import StepNotice
-from vllm_kvselect.engine.platforms import margins
+from vllm_kvselect.engine.platforms import has_drafter_layers, margins
 from vllm_kvselect.engine.report import ContextReport, StepReport
 from vllm_kvselect.engine.scheduler.block_manager import (
     BystanderManager,
@@ -62,6 +66,7 @@ class CutScheduler(Scheduler):
         if any(isinstance(m, StateManager) for m in managers):
             self._log_blocks(manager)
         self._keeps_states = any(isinstance(m, StateManager) and m.keeps_states for m in managers)
+        self._has_drafter = has_drafter_layers(self.vllm_config)
 
     def _log_blocks(self, manager: HeadwiseManager) -> None:
         """Says what blocks are, where they are as large as a state."""
@@ -97,7 +102,8 @@ class CutScheduler(Scheduler):
             return num_new_tokens
         end = num_computed_tokens + num_new_tokens
         cut = plan.cuts.next_after(num_computed_tokens)
-        if cut is not None and (plan.is_cut_between_steps or manager.is_pooled(request)):
+        ends_chunks = self._has_drafter or plan.is_cut_between_steps or manager.is_pooled(request)
+        if cut is not None and ends_chunks:
             end = min(end, cut.position)
         if self._keeps_states:
             border = manager.resumes_at(request) or 0
