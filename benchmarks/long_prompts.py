@@ -70,7 +70,14 @@ def throughput(
     }
     measured = run_in_turn(__file__, jobs, rounds)
     table = Table(title="All prompts at once")
-    for column in ("engine", "seconds", "against stock", "requests/step", "preemptions", "blocks"):
+    for column in (
+        "engine",
+        "seconds",
+        "against stock",
+        "requests/step",
+        "preemptions",
+        "blocks a request",
+    ):
         table.add_column(column, justify="left" if column == "engine" else "right")
     ratios = {}
     for name, results in measured.items():
@@ -83,7 +90,7 @@ def throughput(
             f"{ratios[name]:.2f}x",
             f"{last['output_tokens'] / last['steps']:.1f}",
             str(last["preemptions"]),
-            str(last["num_blocks"]),
+            f"{last['most_blocks_per_request']:.0f} of {last['num_blocks'] - 1}",
         )
     table_console().print(table)
     settings["model"] = Path(model).name
@@ -109,8 +116,7 @@ def first_token(
         room = bytes_of_tokens(folder, dtype, longest + 640)
         stock = _job(folder, dtype, longest + 16, room)
         stock |= {"task": "first token", "prompts": _prompts(folder, 2, longest)}
-        stock["prefix_caching"] = False
-        stock |= {"lengths": all_lengths}
+        stock |= {"lengths": all_lengths, "prefix_caching": False}
         once = EvictionConfig.parse({"method": method, "budget": budget})
         often = once.model_copy(update={"prompt_interval": interval})
         jobs = {
@@ -162,8 +168,8 @@ def bounded(
         room = bytes_of_tokens(folder, dtype, pool_tokens)
         job = _job(folder, dtype, prompt_len + output_len, room)
         job |= {"task": "bounded", "prompts": _prompts(folder, num_prompts, prompt_len)}
-        job["prefix_caching"] = False
-        job |= {"output_len": output_len, "eviction": eviction.model_dump()}
+        job |= {"output_len": output_len, "prefix_caching": False}
+        job["eviction"] = eviction.model_dump()
         found = run_child(__file__, job)
     settings["model"] = whole.name
     print(json.dumps({**found, "settings": settings, "machine": machine()}))
