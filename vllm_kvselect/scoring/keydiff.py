@@ -1,10 +1,12 @@
 """KeyDiff (arXiv 2504.15364): keys that are unlike the others."""
 
 import torch
-import torch.nn.functional as F
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scoring.inputs import ScoringInputs
+
+_LEAST_LENGTH = 1e-12
+"""Of a vector that is divided by its length: one of zeros stays as it is."""
 
 
 def keydiff_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
@@ -22,10 +24,14 @@ def keydiff_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tenso
         `[num_kv_heads, num_tokens - window]`, 0 to 2, at least float32.
     """
     key = inputs.key.to(torch.promote_types(inputs.key.dtype, torch.float32))
-    directions = F.normalize(key, dim=-1)
+    lengths = key.norm(dim=-1).clamp_(min=_LEAST_LENGTH)
+    weights = lengths.reciprocal()
     if (is_absent := inputs.is_absent) is not None:
-        directions = directions.masked_fill(is_absent[..., None], 0)
-    # The sum points where the mean does, whatever the number of entries.
-    anchor = directions.sum(dim=1, keepdim=True)
-    cosines = F.cosine_similarity(key[:, : inputs.num_scored], anchor, dim=-1)
+        weights.masked_fill_(is_absent, 0)
+    # The sum points where the mean does, whatever the number of entries. It and the cosines are
+    # products, so that no normalised key is ever written.
+    anchor = weights[:, None] @ key
+    anchor /= anchor.norm(dim=-1, keepdim=True).clamp_(min=_LEAST_LENGTH)
+    scored = slice(inputs.num_scored)
+    cosines = (key[:, scored] @ anchor.mT).squeeze(2).div_(lengths[:, scored])
     return (1 - cosines).clamp_(min=0)
