@@ -15,8 +15,8 @@ import pytest
 MOST_MIB = 4096
 """Of one test process. Two, and a server that tests talk to, then fit into 12 GiB.
 
-A whole run takes 2.8 GiB at most, or 3.2: that depends on how late a process gets the tests with
-the largest engines.
+A whole run took 2.8 GiB on one machine. On another it can take more: what one holds grows with the
+tests it has run, and which of two gets the largest engines, and when, depends on their speed.
 """
 
 _TRIMMED_AT_MIB = 128
