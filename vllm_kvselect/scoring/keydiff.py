@@ -5,9 +5,6 @@ import torch
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scoring.inputs import ScoringInputs
 
-_LEAST_LENGTH = 1e-12
-"""Of a vector that is divided by its length: one of zeros stays as it is."""
-
 
 def keydiff_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Scores every entry before the window by how little its key resembles the prompt's keys.
@@ -24,14 +21,20 @@ def keydiff_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tenso
         `[num_kv_heads, num_tokens - window]`, 0 to 2, at least float32.
     """
     key = inputs.key.to(torch.promote_types(inputs.key.dtype, torch.float32))
-    lengths = key.norm(dim=-1).clamp_(min=_LEAST_LENGTH)
+    lengths = _lengths(key)
     weights = lengths.reciprocal()
     if (is_absent := inputs.is_absent) is not None:
         weights.masked_fill_(is_absent, 0)
     # The sum points where the mean does, whatever the number of entries. It and the cosines are
     # products, so that no normalised key is ever written.
     anchor = weights[:, None] @ key
-    anchor /= anchor.norm(dim=-1, keepdim=True).clamp_(min=_LEAST_LENGTH)
+    anchor /= _lengths(anchor)[..., None]
     scored = slice(inputs.num_scored)
-    cosines = (key[:, scored] @ anchor.mT).squeeze(2).div_(lengths[:, scored])
+    cosines = (key[:, scored] @ anchor.mT).squeeze(2) / lengths[:, scored]
     return (1 - cosines).clamp_(min=0)
+
+
+def _lengths(vectors: torch.Tensor) -> torch.Tensor:
+    """L2 norms, `[..., n]` of `[..., n, d]`, by which anything may be divided."""
+    lengths: torch.Tensor = torch.linalg.vector_norm(vectors, dim=-1)
+    return lengths.clamp_(min=1e-12)
