@@ -25,6 +25,7 @@ class Layer(NamedTuple):
         projection: The checkpoint's W_O, `[hidden_size, num_heads * head_size]`.
         sinks: A logit that every row of a query head has besides the keys', `[num_heads]`, or None.
         theta: Base of the rotary embedding that turned queries and keys; None if nothing did.
+        num_turned: Channels of a head that it turned, the first ones; None for all.
         probe: The calibrated probe, `[num_features, num_kv_heads]`.
         received: What entries have received from all queries so far, `[num_kv_heads, n]`; None
             where these are the prompt's.
@@ -37,6 +38,7 @@ class Layer(NamedTuple):
     projection: torch.Tensor
     sinks: torch.Tensor | None = None
     theta: float | None = 10_000.0
+    num_turned: int | None = None
     probe: torch.Tensor | None = None
     received: torch.Tensor | None = None
     positions: torch.Tensor | None = None
@@ -266,6 +268,7 @@ def redundancy(layer: Layer, threshold: float) -> torch.Tensor:
 
 def expected_attention(layer: Layer, config: Any) -> torch.Tensor:
     """Attention of a normally distributed later query, `[num_kv_heads, num_prompt_tokens]`."""
+    assert layer.num_turned is None
     num_tokens, num_heads, size = layer.query.shape
     angles = angles_of(layer, size)
     later = torch.arange(num_tokens, num_tokens + config.future)[:, None] * angles
@@ -292,14 +295,16 @@ def probe_scores(layer: Layer) -> torch.Tensor:
     """What a linear map says of each head's vectors, `[num_kv_heads, num_prompt_tokens]`."""
     assert layer.probe is not None
     num_tokens, num_kv_heads, size = layer.key.shape
-    angles = angles_of(layer, size)
+    num_turned = layer.num_turned or size
+    angles = angles_of(layer, num_turned)
     positions = positions_of(layer)
     back = -positions[:, None] * angles
     turn = torch.polar(torch.ones_like(back), back)
     scores = torch.zeros(num_kv_heads, num_tokens, dtype=torch.float64)
     for head in range(num_kv_heads):
-        before = unpaired(paired(layer.key[:, head]) * turn)
-        features = (before, layer.value[:, head], torch.ones(num_tokens, 1, dtype=torch.float64))
+        key = layer.key[:, head]
+        before = unpaired(paired(key[:, :num_turned]) * turn), key[:, num_turned:]
+        features = *before, layer.value[:, head], torch.ones(num_tokens, 1, dtype=torch.float64)
         scores[head] = torch.cat(features, dim=1) @ layer.probe[:, head].double()
     # Of equal tokens, which the first layer cannot tell apart, the later one.
     return (scores + positions / 2**18).exp()

@@ -144,6 +144,11 @@ class Model:
             parameters = parameters[self.config["layer_types"][layer]]
         return float(parameters["rope_theta"])
 
+    @property
+    def num_turned(self) -> int | None:
+        """Channels of a head that the embedding turns, the first ones; None for all."""
+        return None
+
 
 def rotated(vectors: torch.Tensor, theta: float) -> torch.Tensor:
     """RoPE: channel `i` turns with channel `i + head_size / 2`."""
@@ -296,7 +301,8 @@ class Answer:
                 sinks = self._model.sinks(layer)
                 own = None if sinks is None else sinks.chunk(num_ranks)[rank]
                 probe = self._model.probes[layer].chunk(num_ranks, dim=1)[rank]
-                layers.append(Layer(*parts, columns, own, self._model.theta(layer), probe))
+                turned = self._model.theta(layer), self._model.num_turned
+                layers.append(Layer(*parts, columns, own, *turned, probe))
             if METHODS[case.method].pooled:
                 heads = expect(case, layers)
             else:

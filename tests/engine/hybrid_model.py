@@ -79,6 +79,12 @@ class HybridModel(Model):
         theta = (self.config.get("rope_parameters") or {}).get("rope_theta")
         return None if theta is None else float(theta)
 
+    @property
+    def num_turned(self) -> int | None:
+        """Channels of a head that the embedding turns, the first ones; None for all."""
+        share = (self.config.get("rope_parameters") or {}).get("partial_rotary_factor")
+        return None if share is None else int(self.config["head_dim"] * share)
+
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], attend: Attend) -> torch.Tensor:
         """`[num_tokens, vocab_size]`."""

@@ -51,7 +51,7 @@ pytestmark = pytest.mark.xdist_group("hybrids")
 PAGE_SIZE = 32
 NOTHING_DROPPED = {"kv_eviction": "none"}
 CASES = [MethodCase(name) for name in ("adakv-perturb", "snapkv", "h2o", "layer-thetakv")]
-WITH_A_PROBE = [*CASES, MethodCase("layer-probe")]
+PROBE = MethodCase("layer-probe")
 BEHIND_GATES = [MethodCase(name) for name in ("adakv", "snapkv", "h2o", "layer-keydiff")]
 
 
@@ -86,9 +86,8 @@ class Family(NamedTuple):
     @property
     def cases(self) -> list[MethodCase]:
         """Methods: behind a gate no norms of projected values are known."""
-        if self.is_rough:
-            return BEHIND_GATES
-        return WITH_A_PROBE if self.has_probe else CASES
+        cases = BEHIND_GATES if self.is_rough else CASES
+        return [*cases, PROBE] if self.has_probe else cases
 
     def assert_same(self, answers: list[Answer], expected: list[Answer]) -> None:
         """Compares answers that were computed in other batches, or from hits."""
@@ -113,7 +112,7 @@ FAMILIES = {
     "granite": Family(granite_h, [1, 3], 96),
     "falcon": Family(falcon_h1, [0, 1], 96),
     "nemotron": Family(nemotron_h, [2, 5], 96),
-    "qwen3_next": Family(qwen3_next, [2, 5], 96, True, 96, 1024, "bfloat16", has_probe=False),
+    "qwen3_next": Family(qwen3_next, [2, 5], 96, True, 96, 1024, "bfloat16"),
 }
 
 
