@@ -27,7 +27,7 @@ class Uneven:
 
     Attributes:
         shape: What the fullest head has.
-        layers: Tensors; what is absent holds numbers that must not matter.
+        layers: Tensors; what is absent holds numbers that must not matter, or none.
         num_absent: `[num_layers][num_kv_heads]`, multiples of the block size.
     """
 
@@ -58,6 +58,11 @@ def unevens(draw: st.DrawFn, case: MethodCase, dtype: torch.dtype = torch.float6
         num_held = sum(shape.tail_start - absent for absent in heads)
         assume(num_held >= shape.num_packed * shape.num_kv_heads)
     absent = [[shape.block_size * count for count in heads] for heads in pages]
+    if draw(st.booleans()):
+        for layer, of_heads in zip(layers, absent, strict=True):
+            for head, count in enumerate(of_heads):
+                layer.key[head, :count] = torch.nan
+                layer.value[head, :count] = torch.nan
     return Uneven(shape, layers, absent)
 
 

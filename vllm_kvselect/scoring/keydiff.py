@@ -21,13 +21,13 @@ def keydiff_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tenso
         `[num_kv_heads, num_tokens - window]`, 0 to 2, at least float32.
     """
     key = inputs.key.to(torch.promote_types(inputs.key.dtype, torch.float32))
-    lengths = _lengths(key)
-    weights = lengths.reciprocal()
     if (is_absent := inputs.is_absent) is not None:
-        weights.masked_fill_(is_absent, 0)
+        # Not their weights in the sum: what is in their place need not be a number.
+        key = key.masked_fill(is_absent[..., None], 0)
+    lengths = _lengths(key)
     # The sum points where the mean does, whatever the number of entries. It and the cosines are
     # products, so that no normalised key is ever written.
-    anchor = weights[:, None] @ key
+    anchor = lengths.reciprocal()[:, None] @ key
     anchor /= _lengths(anchor)[..., None]
     scored = slice(inputs.num_scored)
     cosines = (key[:, scored] @ anchor.mT).squeeze(2) / lengths[:, scored]

@@ -8,7 +8,7 @@ from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.blocks import block_elements
 
-_COPIES = {"keydiff": 1, "expected_attention": 2, "r_kv": 2}
+_COPIES = {"keydiff": 2, "expected_attention": 2, "r_kv": 2}
 """Copies of all keys in float32 that a scorer holds at once."""
 _COPIES_FOR_PRODUCTS = 3
 """The same of values, where a ranking multiplies by their norms."""

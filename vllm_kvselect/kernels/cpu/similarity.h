@@ -43,7 +43,8 @@ class Similarity {
  private:
   static constexpr int64_t kColumns = 128;  // of a panel: with 64 rows its products fit into a first-level cache
 
-  // Panels of `kColumns` keys as the right operands of products; absent keys have no direction.
+  // Panels of `kColumns` keys as the right operands of products; absent keys have no direction, and
+  // need not be numbers.
   void pack_keys(int64_t head) {
     const int64_t first = num_absent_ ? num_absent_[head] : 0;
     for (int64_t token = 0; token < num_tokens_; ++token) {
@@ -51,9 +52,9 @@ class Similarity {
       M* out = packed_.data() + token / kColumns * kColumns * head_size_;
       float square = 0.f;
       for (int64_t k = 0; k < head_size_; ++k) {
-        const float x = static_cast<float>(in[k]);
+        const float x = token < first ? 0.f : static_cast<float>(in[k]);
         square += x * x;
-        out[packed_index<M>(k, token % kColumns, kColumns)] = static_cast<M>(in[k]);
+        out[packed_index<M>(k, token % kColumns, kColumns)] = static_cast<M>(x);
       }
       inverse_norms_[token] = token < first ? 0.f : 1.f / std::max(std::sqrt(square), 1e-12f);
     }
