@@ -301,8 +301,16 @@ class Answer:
                 sinks = self._model.sinks(layer)
                 own = None if sinks is None else sinks.chunk(num_ranks)[rank]
                 probe = self._model.probes[layer].chunk(num_ranks, dim=1)[rank]
-                turned = self._model.theta(layer), self._model.num_turned
-                layers.append(Layer(*parts, columns, own, *turned, probe))
+                layers.append(
+                    Layer(
+                        *parts,
+                        columns,
+                        sinks=own,
+                        theta=self._model.theta(layer),
+                        num_turned=self._model.num_turned,
+                        probe=probe,
+                    )
+                )
             if METHODS[case.method].pooled:
                 heads = expect(case, layers)
             else:

@@ -218,9 +218,10 @@ class Answered:
             key[entries, own],
             value[entries, own],
             self._model.projection(layer)[:, columns],
-            None if sinks is None else sinks[queries],
-            self._model.theta(layer),
-            self._model.probes[layer][:, own],
+            sinks=None if sinks is None else sinks[queries],
+            theta=self._model.theta(layer),
+            num_turned=self._model.num_turned,
+            probe=self._model.probes[layer][:, own],
             received=self._received(layer, head, self._rounds[number].cut.position)[None, entries],
             positions=torch.tensor(entries),
         )
