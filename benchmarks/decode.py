@@ -39,8 +39,8 @@ from vllm_kvselect.offline.tables import console as table_console
 if TYPE_CHECKING:
     from vllm import LLM
 
-BLOCK_SIZE = 32
-"""The plugin's own choice on CPU; what is retained is a whole number of these."""
+PAGE_SIZE = 32
+"""Of the plugin on CPU, whatever its blocks; what is retained is a whole number of these."""
 
 ENGINES = ("stock", "plugin")
 
@@ -65,6 +65,7 @@ def main(
     stock_block_size: Annotated[
         int, typer.Option(min=0, help="Tokens per block of stock; 0 leaves it to vLLM.")
     ] = 0,
+    block_size: Annotated[int, typer.Option(min=0, help="Of the plugin; 0: its own.")] = 0,
     kv_mib: Annotated[int, typer.Option(min=1, help="KV cache of both engines, in MiB.")] = 3072,
     dtype: str = dtype_name(fast_dtype()),
     enforce_eager: Annotated[
@@ -75,9 +76,9 @@ def main(
     settings = dict(locals())
     model = model or default_model()
     cases = list(product(_integers(batches), _integers(retained)))
-    if any(entries % BLOCK_SIZE for _, entries in cases):
-        raise BenchmarkError(f"--retained must be multiples of {BLOCK_SIZE}, not {retained}")
-    longest = max(entries for _, entries in cases) + dropped_blocks * BLOCK_SIZE
+    if any(entries % PAGE_SIZE for _, entries in cases):
+        raise BenchmarkError(f"--retained must be multiples of {PAGE_SIZE}, not {retained}")
+    longest = max(entries for _, entries in cases) + dropped_blocks * PAGE_SIZE
     # The first request decodes while those behind it are prefilled, in a few steps each.
     before = max(batch for batch, _ in cases) * (1 + longest // 1024)
     stock: Job = {
@@ -99,8 +100,8 @@ def main(
     )
     plugin = {
         **stock,
-        "longer_by": dropped_blocks * BLOCK_SIZE,
-        "block_size": 0,
+        "longer_by": dropped_blocks * PAGE_SIZE,
+        "block_size": block_size,
         "eviction": eviction.model_dump(),
     }
     measured, num_layers = _measure_rounds({"stock": stock, "plugin": plugin}, rounds)
@@ -219,8 +220,8 @@ def measure(job: Job) -> Iterator[Any]:
 
 
 def _check(eviction: dict[str, Any], length: int, entries: int) -> None:
-    blocks = blocks_retained(length, BLOCK_SIZE, {**eviction, "budget": entries})
-    if blocks * BLOCK_SIZE != entries:
+    blocks = blocks_retained(length, PAGE_SIZE, {**eviction, "budget": entries})
+    if blocks * PAGE_SIZE != entries:
         raise RuntimeError(f"{blocks} blocks are retained of {length} tokens, not {entries} / 32")
 
 
