@@ -29,7 +29,8 @@ class StepReport:
         contexts: `[tokens found, blocks dropped]` of each request that found its context.
         selection_seconds: Time spent scoring, selecting and packing, in all layers, since the last
             report; rounds included, and prompts that ended before they were packed.
-        num_saved_blocks: Blocks that live requests would hold as well, had nothing been dropped.
+        num_more_saved: Blocks that live requests would hold as well, had nothing been dropped: how
+            many more than at the last report, below 0 for fewer.
         plans: Fingerprint of the plan of each request that began, by its id, where the integrity
             check compares them with the scheduler's.
         loads: Whether stored contexts are in their blocks now, by the number of the load.
@@ -42,7 +43,7 @@ class StepReport:
     rounds: list[list[int]]
     contexts: list[list[int]]
     selection_seconds: float
-    num_saved_blocks: int
+    num_more_saved: int
     plans: dict[str, str] = field(default_factory=dict)
     loads: dict[int, bool] = field(default_factory=dict)
     num_stored: int = 0
@@ -69,7 +70,7 @@ class StepReport:
 
 @dataclass
 class ContextReport:
-    """What the scheduler says of compressed contexts.
+    """What the scheduler says of compressed contexts: by how much each number has grown.
 
     Attributes:
         num_contexts: Contexts that a request would find.

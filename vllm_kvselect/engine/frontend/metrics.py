@@ -25,6 +25,9 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 class EvictionStatLogger(AggregateStatLoggerBase):
     """Turns the reports of the workers into Prometheus metrics with vLLM's names and labels.
 
+    Of several front ends each gets some of an engine's reports, in no order among them. So reports
+    say by how much something has changed, and what front ends have counted is summed.
+
     Args:
         vllm_config: vLLM's configuration.
         engine_indexes: Engines whose reports come to this front end.
@@ -72,13 +75,13 @@ class EvictionStatLogger(AggregateStatLoggerBase):
             Gauge,
             "contexts",
             "Compressed contexts that a request would find.",
-            multiprocess_mode="mostrecent",
+            multiprocess_mode="sum",
         )
         self._held_bytes = make(
             Gauge,
             "context_held_bytes",
             "Bytes of the blocks that these contexts take.",
-            multiprocess_mode="mostrecent",
+            multiprocess_mode="sum",
         )
         self._loaded = make(Counter, "loaded_contexts", "Contexts read from the folder.")
         self._not_loaded = make(Counter, "not_loaded_contexts", "Contexts whose file was not used.")
@@ -102,7 +105,7 @@ class EvictionStatLogger(AggregateStatLoggerBase):
             Gauge,
             "saved_blocks",
             "Blocks that the running requests would hold in addition without eviction.",
-            multiprocess_mode="mostrecent",
+            multiprocess_mode="sum",
         )
         refusals = Counter(
             "vllm:kv_eviction_refusals",
@@ -124,8 +127,8 @@ class EvictionStatLogger(AggregateStatLoggerBase):
         if scheduler_stats is None:
             return
         if (held := ContextReport.take(scheduler_stats)) is not None:
-            self._contexts[engine_idx].set(held.num_contexts)
-            self._held_bytes[engine_idx].set(held.num_blocks * self._bytes_per_block)
+            self._contexts[engine_idx].inc(held.num_contexts)
+            self._held_bytes[engine_idx].inc(held.num_blocks * self._bytes_per_block)
         if (report := StepReport.take(scheduler_stats)) is not None:
             self._record(report, engine_idx)
 
@@ -154,7 +157,7 @@ class EvictionStatLogger(AggregateStatLoggerBase):
         self._not_stored[engine_idx].inc(report.num_not_stored)
         if report.selection_seconds:
             self._seconds[engine_idx].observe(report.selection_seconds)
-        self._saved[engine_idx].set(report.num_saved_blocks)
+        self._saved[engine_idx].inc(report.num_more_saved)
 
     def record_refusal(self, reason: RefusalReason) -> None:
         """Counts a request that was refused before it reached an engine."""

@@ -46,6 +46,7 @@ from vllm_kvselect.engine.scheduler.block_manager import (
     headwise_manager,
     shares_contexts,
 )
+from vllm_kvselect.engine.scheduler.contexts import Held
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
@@ -53,7 +54,7 @@ logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging se
 class CutScheduler(Scheduler):
     """vLLM's scheduler, for requests whose chunks or whose turn are ours to decide."""
 
-    _reported = ContextReport(0, 0)
+    _reported = Held(0, 0)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -178,9 +179,12 @@ class CutScheduler(Scheduler):
         """vLLM's statistics of a step, with the contexts that are held if they have changed."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            report = ContextReport(*headwise_manager(self.kv_cache_manager).held_contexts())
-            if report != self._reported:
-                self._reported = report
+            held, before = headwise_manager(self.kv_cache_manager).held_contexts(), self._reported
+            if held != before:
+                self._reported = held
+                report = ContextReport(
+                    held.num_contexts - before.num_contexts, held.num_blocks - before.num_blocks
+                )
                 report.add_to(stats)
         return stats
 

@@ -296,11 +296,12 @@ class EvictionWorker(ABC):
         selection_seconds = seconds - self._reported_seconds
         loads, *counts = ({}, 0, 0) if self._contexts is None else self._contexts.take_news()
         is_new = made or contexts or plans or selection_seconds or loads or any(counts)
-        if not is_new and num_saved_blocks == self._num_saved_blocks:
+        num_more_saved = num_saved_blocks - self._num_saved_blocks
+        if not is_new and not num_more_saved:
             return None
         self._num_saved_blocks, self._reported_seconds = num_saved_blocks, seconds
         made_in = (prompts, in_prompts, rounds)
-        numbers = (selection_seconds, num_saved_blocks)
+        numbers = (selection_seconds, num_more_saved)
         return StepReport(*made_in, contexts, *numbers, plans, loads, *counts)
 
     @property
