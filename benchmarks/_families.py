@@ -206,7 +206,7 @@ FAMILIES = (
         engine=UNCACHED,
     ),
     Family("Qwen 3 Next", "qwen3_next", {**EXPERTS, **LINEAR, **SMALL_STATES}, dtype="bfloat16"),
-    # vLLM's class of it needs a torchvision of the same torch, which the package index lacks.
+    # Refused where torchvision does not load, which vLLM's class of it needs.
     Family("Qwen 3.5", "qwen3_5_text", {**LINEAR, **SMALL_STATES}, dtype="bfloat16"),
     Family("Mamba", "mamba", STATE_SPACE, COMMON, architecture="MambaForCausalLM"),
     Family(
