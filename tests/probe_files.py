@@ -32,7 +32,7 @@ def probe_of(model: Path) -> Path:
         for index in range(facts.num_layers)
     ]
     quality = QualityFacts(
-        num_tokens=1, num_tokens_left_out=1, correlations=(), correlation=0.0, overlap=0.0
+        num_tokens=1, num_tokens_left_out=1, budgets=(1.0,), fitted=(0.0,), tuned=(0.0,)
     )
     path = model.parent / f"{model.name}-probe.safetensors"
     probe_facts = ProbeFacts(written_by="tests", model=facts, settings={}, quality=quality)

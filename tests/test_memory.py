@@ -15,7 +15,7 @@ from vllm_kvselect.scoring.h2o import AttentionSums
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.memory import LastQueries, ObservingMemory, StepQueries
 from vllm_kvselect.scoring.parts import memory_named
-from vllm_kvselect.scoring.probe import ScoresOfTokens, imitated_scores
+from vllm_kvselect.scoring.probe import ScoresOfTokens, probed_scores
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 NUM_LAYERS = 2
@@ -336,7 +336,7 @@ def score_alone(index: int, head: int) -> torch.Tensor:
         rotation=rotation(PROBE_SHAPE.head_size),
         probe=layer.probe[:, head : head + 1],
     )
-    (scores,) = imitated_scores(given, 0)
+    (scores,) = probed_scores(given, 0)
     scores[:NUM_SINKS] = torch.inf
     return scores
 

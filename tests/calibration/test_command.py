@@ -13,13 +13,12 @@ from vllm_kvselect.calibration.contexts import contexts_left_out, contexts_to_fi
 from vllm_kvselect.calibration.settings import CalibrationConfig
 from vllm_kvselect.cli import app
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.offline.capture import capture
-from vllm_kvselect.offline.kvzip import kvzip_scores
+from vllm_kvselect.offline.capture import capture, continue_prompt
+from vllm_kvselect.offline.kvzip import Replay, chunks
+from vllm_kvselect.offline.retained import Prompt, retained_entries
 from vllm_kvselect.probes.file import Probe
-from vllm_kvselect.scoring.inputs import ScoringInputs
-from vllm_kvselect.scoring.probe import probe_scores
 
-SMALL = ("--texts", "code,pairs", "--tokens", "1800", "--length", "300")
+SMALL = ("--texts", "code,pairs", "--tokens", "1800", "--length", "300", "--steps", "8")
 
 
 def run(*options: str, **environment: str) -> Result:
@@ -46,30 +45,36 @@ def test_the_file_says_what_it_is_of(calibrated: tuple[Result, Path], llama_fold
     assert 1500 < facts.quality.num_tokens < 1800
     assert 500 < facts.quality.num_tokens_left_out < 600
     assert f"{facts.quality.num_tokens} tokens" in result.stdout
+    assert facts.quality.fitted != facts.quality.tuned
+    assert f"{facts.quality.fitted[1]:.3f} -> {facts.quality.tuned[1]:.3f} at" in result.stdout
 
 
 def test_the_quality_is_that_of_the_probe_in_the_file(
     calibrated: tuple[Result, Path], llama: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Judged again through the scorer, with another implementation of the correlation."""
+    """Judged again by the offline room's run on dropped entries, and by the definition."""
     weights, facts = Probe.load(calibrated[1])
     config = CalibrationConfig.parse({**facts.settings})
-    found: list[list[torch.Tensor]] = [[] for _ in weights]
-    expected: list[list[torch.Tensor]] = [[] for _ in weights]
-    for context in contexts_left_out(tokenizer, config):
-        layers = capture(llama, context)
-        teacher = kvzip_scores(llama, tokenizer, layers, context)
-        config_of_scores = EvictionConfig(method="probe", window=1, num_sinks=0)
-        for index, layer in enumerate(layers):
-            inputs = ScoringInputs(*layer[:4], rotation=layer.rotation, probe=weights[index])
-            scores = probe_scores(inputs, config_of_scores)
-            found[index].append(scores.log().flatten())
-            expected[index].append(teacher[index, :, :-1].log().flatten())
-    for index, correlation in enumerate(facts.quality.correlations):
-        pair = torch.stack((torch.cat(found[index]), torch.cat(expected[index])))
-        assert abs(correlation) > 0.1
-        assert torch.corrcoef(pair)[0, 1].item() == pytest.approx(correlation, abs=5e-3)
-    assert 0.25 < facts.quality.overlap < 1
+    left_out = contexts_left_out(tokenizer, config)
+    for budget, expected in zip(facts.quality.budgets, facts.quality.tuned, strict=True):
+        found = 0.0
+        for context in left_out:
+            layers = capture(llama, context)
+            prompt = Prompt(layers, len(context), block_size=1, probe=weights)
+            method = EvictionConfig(method="layer-probe", budget=budget, window=1)
+            retained = retained_entries(prompt, method)
+            everything, total = torch.ones_like(retained), 0.0
+            for chunk in chunks(tokenizer, context, Replay(config.part)):
+                runs = (
+                    continue_prompt(llama, layers, context, chunk.token_ids, entries)
+                    for entries in (everything, retained)
+                )
+                size = chunk.stop - chunk.start
+                full, part = (run.logits[-size - 1 : -1].double().softmax(-1) for run in runs)
+                total += (full * (full / part).log()).sum().item()
+            found += total / len(context) / len(left_out)
+        assert found > 0.01
+        assert found == pytest.approx(expected, rel=0.02)
 
 
 def test_texts_left_out_are_others(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -82,11 +87,13 @@ def test_texts_left_out_are_others(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def test_without_a_place_it_goes_into_the_cache(llama_folder: Path, tmp_path: Path) -> None:
-    options = ("--texts", "pairs", "--tokens", "300", "--length", "300")
+    options = ("--texts", "pairs", "--tokens", "300", "--length", "300", "--steps", "0")
     result = run(str(llama_folder), *options, XDG_CACHE_HOME=str(tmp_path))
     assert result.exit_code == 0, result.output
     (path,) = (tmp_path / "vllm-kvselect" / "probes").iterdir()
     facts = Probe.load(path).facts
+    assert facts.quality.fitted == facts.quality.tuned
+    assert "->" not in result.stdout
     assert path.name == f"{llama_folder.name}-{facts.model.fingerprint[:12]}.safetensors"
     assert result.stdout.splitlines()[-1] == str(path)
 
@@ -99,8 +106,8 @@ def test_of_a_hybrid_the_file_has_the_layers_that_attend(
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
-    options = ("--texts", "pairs", "--tokens", "300", "--length", "300", "--out", str(path))
-    result = run(str(tmp_path / "model"), *options)
+    options = ("--texts", "pairs", "--tokens", "300", "--length", "300", "--steps", "2")
+    result = run(str(tmp_path / "model"), *options, "--out", str(path))
     assert result.exit_code == 0, result.output
     probe = Probe.load(path)
     assert probe.facts.model.layers == (1, 3)
@@ -116,6 +123,7 @@ def test_of_a_hybrid_the_file_has_the_layers_that_attend(
         (("--texts", ","), "texts = "),
         (("--texts", "no-such-folder"), "neither 'sotu', 'stdlib' nor a folder"),
         (("--dtype", "int8"), "dtype = 'int8'"),
+        (("--steps", "-1"), "steps = -1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -130,7 +138,7 @@ def test_a_folder_of_ones_own_will_do(llama_folder: Path, tmp_path: Path) -> Non
     for name in ("a.txt", "b.md"):
         (tmp_path / name).write_text("To be, or not to be.\n\n" * 200, encoding="utf-8")
     path = tmp_path / "probe.safetensors"
-    options = ("--texts", str(tmp_path), "--tokens", "600", "--length", "300", "--out", str(path))
-    result = run(str(llama_folder), *options)
+    options = ("--texts", str(tmp_path), "--tokens", "600", "--length", "300", "--steps", "1")
+    result = run(str(llama_folder), *options, "--out", str(path))
     assert result.exit_code == 0, result.output
     assert Probe.load(path).facts.settings["texts"] == [tmp_path.name]

@@ -57,7 +57,7 @@ def scoring_tags() -> Iterator[None]:
     """Scores are tags of what they are scores of."""
     with (
         patch.object(h2o, "accumulate", tags_of_queries),
-        patch.object(probe, "imitated_scores", tags_of_entries),
+        patch.object(probe, "probed_scores", tags_of_entries),
     ):
         yield
 

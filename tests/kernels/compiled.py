@@ -141,7 +141,7 @@ def launch_all(dtype: torch.dtype, head_size: int) -> None:
     turn = Rotation(*torch.empty(2, NUM_TOKENS, head_size // 2))
     probe = torch.empty(2 * head_size + 1, KV_HEADS)
     prompt = scoring_inputs(query, key, 1.0, value, rotated_by=turn, probe=probe)
-    cuda.imitated_scores(prompt, 0)
+    cuda.probed_scores(prompt, 0)
     projection = projection_of(dtype, head_size)
     cuda.projected_value_norms(value, projection)
     scores, budgets = torch.zeros(KV_HEADS, NUM_TOKENS), torch.full((KV_HEADS,), 1024)

@@ -1,4 +1,4 @@
-"""A chunk as a probe reads it, and how far a twin of `imitated_scores` may be off."""
+"""A chunk as a probe reads it, and how far a twin of `probed_scores` may be off."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import Shape, random_layer, rotation
 from vllm_kvselect.scoring.inputs import ScoringInputs
-from vllm_kvselect.scoring.probe import PER_TOKEN, imitated_scores, probe_features
+from vllm_kvselect.scoring.probe import PER_TOKEN, probe_features, probed_scores
 from vllm_kvselect.scoring.rotation import Rotation
 
 ROTATIONS = st.sampled_from(("none", "halves", "neighbours", "stretched"))
@@ -36,7 +36,7 @@ def probe_inputs(shape: Shape, seed: int, dtype: torch.dtype, kind: str) -> Scor
     return ScoringInputs(no_query, key, value, shape.scale, rotation=rotation, probe=layer.probe)
 
 
-def check_imitated(scores: torch.Tensor, inputs: ScoringInputs, first_position: int) -> None:
+def check_probed(scores: torch.Tensor, inputs: ScoringInputs, first_position: int) -> None:
     """Compares a twin's scores with those of the reference in float64.
 
     A sum of n products is off by n eps of the sum of their magnitudes; those of a rotated pair are
@@ -45,7 +45,7 @@ def check_imitated(scores: torch.Tensor, inputs: ScoringInputs, first_position: 
     """
     names = ("key", "value", "probe")
     exact = replace(inputs, **{name: getattr(inputs, name).double() for name in names})
-    expected = imitated_scores(exact, first_position)
+    expected = probed_scores(exact, first_position)
     assert scores.dtype == torch.float32
     assert inputs.probe is not None
     largest = probe_features(exact, first_position).abs().amax(dim=2)

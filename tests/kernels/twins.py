@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests import oracle
 from tests.kernels.backend import EPS, HALVES, Backend, drawn
 from tests.kernels.critical_inputs import check_criticality, check_extremes
-from tests.kernels.probe_inputs import ROTATIONS, check_imitated, probe_inputs
+from tests.kernels.probe_inputs import ROTATIONS, check_probed, probe_inputs
 from tests.method_cases import MethodCase
 from tests.strategies import (
     Shape,
@@ -128,11 +128,11 @@ def test_windows_of_one_query_and_of_more_than_a_tile(backend: Backend, window: 
     kind=ROTATIONS,
     first_position=st.integers(0, 600),
 )
-def test_imitated_scores(
+def test_probed_scores(
     backend: Backend, shape: Shape, seed: int, dtype: torch.dtype, kind: str, first_position: int
 ) -> None:
     inputs = probe_inputs(shape, seed, dtype, kind)
-    check_imitated(backend.kernels.imitated_scores(inputs, first_position), inputs, first_position)
+    check_probed(backend.kernels.probed_scores(inputs, first_position), inputs, first_position)
 
 
 @drawn(

@@ -15,9 +15,9 @@ FACTS = ProbeFacts(
     quality=QualityFacts(
         num_tokens=900,
         num_tokens_left_out=300,
-        correlations=(0.8, 0.9),
-        correlation=0.85,
-        overlap=0.7,
+        budgets=(0.125, 0.0625),
+        fitted=(0.2, 0.6),
+        tuned=(0.1, 0.3),
     ),
 )
 
@@ -67,15 +67,15 @@ def test_other_safetensors_files_are_refused(probe: Probe, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        (FACTS.model_dump_json().replace('"version":2', '"version":1'), "version: Input should"),
-        (FACTS.model_dump_json().replace('"overlap"', '"share"'), r"quality\.overlap: Field req"),
+        (FACTS.model_dump_json().replace('"version":3', '"version":2'), "version: Input should"),
+        (FACTS.model_dump_json().replace('"fitted"', '"share"'), r"quality\.fitted: Field req"),
         ("", "Invalid JSON"),
     ],
 )
 def test_other_versions_are_refused(probe: Probe, tmp_path: Path, facts: str, reason: str) -> None:
     names = {"format": "vllm-kvselect-probe", "facts": facts}
     path = rewritten(tmp_path / "probe", probe.weights, **names)
-    with pytest.raises(ConfigError, match=f"another version than 2 .*{reason}.*; {AGAIN} anew"):
+    with pytest.raises(ConfigError, match=f"another version than 3 .*{reason}.*; {AGAIN} anew"):
         Probe.load(path, "some/model")
 
 

@@ -17,5 +17,7 @@ def test_the_small_models_probe_is_found_without_any_file_of_the_users(
     probe, path = find_probe(model, fingerprint(model), None)
     assert path.parent.name == "shipped"
     assert probe.facts.model.name == NAME
-    assert probe.facts.quality.correlation > 0.89
+    assert probe.facts.settings["steps"] == 0
+    at_an_eighth, at_a_sixteenth = probe.facts.quality.tuned
+    assert at_an_eighth < 0.25 < at_a_sixteenth < 0.6
     assert probe.weights.isfinite().all()

@@ -1,1 +1,1 @@
-"""Calibration: a linear probe that imitates a costly query-agnostic score, fitted per model."""
+"""Calibration: a probe of what a model needs to repeat a text, made once per model."""

@@ -1,11 +1,19 @@
 """From a configuration to a probe in a file."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
 from vllm_kvselect import __version__
+from vllm_kvselect.calibration.contexts import contexts_left_out, contexts_to_fit
 from vllm_kvselect.calibration.fit import fit
+from vllm_kvselect.calibration.quality import BUDGETS, divergences
 from vllm_kvselect.calibration.settings import CalibrationConfig
+from vllm_kvselect.calibration.tuning import tuned
 from vllm_kvselect.offline.attention import attending_layers
 from vllm_kvselect.offline.models import load_model, load_tokenizer, model_folder
 from vllm_kvselect.probes.file import ModelFacts, Probe, ProbeFacts, QualityFacts
@@ -18,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def calibrated(config: CalibrationConfig) -> tuple[Path, ProbeFacts]:
-    """Fits a probe and writes it.
+    """Fits a probe, tunes it and writes it, with progress bars on stderr.
 
     Args:
         config: Model and texts.
@@ -32,8 +40,21 @@ def calibrated(config: CalibrationConfig) -> tuple[Path, ProbeFacts]:
     """
     model, tokenizer = load_model(config.model, config.dtype), load_tokenizer(config.model)
     of_model = model_facts(model, config.model)
-    found = fit(model, tokenizer, config)
-    agreement = found.agreement
+    contexts = contexts_to_fit(tokenizer, config)
+    left_out = contexts_left_out(tokenizer, config)
+    with Progress(console=Console(stderr=True)) as progress:
+        totals = {"fit": len(contexts), "tune": config.steps, "judge": len(left_out)}
+        bars = {name: progress.add_task(name, total=total) for name, total in totals.items()}
+        done = {name: partial(progress.advance, bar) for name, bar in bars.items()}
+        weights, spread = fit(model, tokenizer, contexts, config, done["fit"])
+        probes = [weights]
+        if config.steps:
+            probes += [tuned(model, tokenizer, weights, spread, contexts, config, done["tune"])]
+        judged = torch.zeros(len(probes), len(BUDGETS), dtype=torch.float64)
+        for context in left_out:
+            judged += divergences(model, tokenizer, context, probes, config.part) / len(left_out)
+            done["judge"]()
+    of_probes = [tuple(round(each, 4) for each in row) for row in judged.tolist()]
     facts = ProbeFacts(
         written_by=__version__,
         model=of_model,
@@ -42,15 +63,15 @@ def calibrated(config: CalibrationConfig) -> tuple[Path, ProbeFacts]:
             "texts": [Path(each).name for each in config.texts],  # a folder's place is private
         },
         quality=QualityFacts(
-            num_tokens=found.num_tokens,
-            num_tokens_left_out=found.num_tokens_left_out,
-            correlations=tuple(round(each, 4) for each in agreement.correlations),
-            correlation=round(agreement.correlation, 4),
-            overlap=round(agreement.overlap, 4),
+            num_tokens=sum(map(len, contexts)),
+            num_tokens_left_out=sum(map(len, left_out)),
+            budgets=BUDGETS,
+            fitted=of_probes[0],
+            tuned=of_probes[-1],
         ),
     )
     path = config.out or default_path(of_model.name, of_model.fingerprint)
-    Probe(found.weights.cpu(), facts).save(path)
+    Probe(probes[-1].cpu(), facts).save(path)
     return path, facts
 
 

@@ -26,6 +26,13 @@ def calibrate(
         int, typer.Option(help="Tokens that the teacher repeats in one go.")
     ] = _DEFAULTS.chunk_size,
     ridge: Annotated[float, typer.Option(help="Penalty of large weights.")] = _DEFAULTS.ridge,
+    steps: Annotated[
+        int, typer.Option(help="Steps of the tuning; 0 for the fit alone.")
+    ] = _DEFAULTS.steps,
+    part: Annotated[
+        int, typer.Option(help="Tokens that the model repeats in a step.")
+    ] = _DEFAULTS.part,
+    rate: Annotated[float, typer.Option(help="Of the tuning's steps.")] = _DEFAULTS.rate,
     seed: Annotated[int, typer.Option(help="Decides the texts.")] = _DEFAULTS.seed,
     dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = _DEFAULTS.dtype,
     out: Annotated[
@@ -33,11 +40,11 @@ def calibrate(
         typer.Option(help="File to write.", show_default="one in the cache, named by the model"),
     ] = None,
 ) -> None:
-    """Fit a probe: what KVzip would retain, told from each token's own key and value.
+    """Make a probe: it tells from a token's own key and value whether it is worth keeping.
 
-    KVzip runs a model twice over a text to see what is worth keeping, whatever is asked later. The
-    probe says nearly the same at almost no cost. It is fitted once per model, and the file written
-    is of use with this model alone.
+    A model that can repeat a text word for word can answer whatever is asked of it later. The probe
+    is fitted to what KVzip retains for that; --steps then tunes it until the model repeats the
+    texts from what the probe retains. It is made once per model, and of use with this model alone.
     """
     config = CalibrationConfig.parse({**locals(), "texts": parts(texts)})
 
@@ -51,11 +58,13 @@ def calibrate(
     started = time.perf_counter()
     path, facts = calibrated(config)
     quality = facts.quality
-    worst, best = min(quality.correlations), max(quality.correlations)
+    of_budgets = zip(quality.budgets, quality.fitted, quality.tuned, strict=True)
+    judged = ", ".join(
+        (f"{was:.3f} -> {now:.3f}" if steps else f"{now:.3f}") + f" at {share:.2%}"
+        for share, was, now in of_budgets
+    )
     typer.echo(
-        f"{quality.num_tokens} tokens, {time.perf_counter() - started:.0f} s; on "
-        f"{quality.num_tokens_left_out} others: correlation with the teacher "
-        f"{quality.correlation:.3f} ({worst:.3f} to {best:.3f} by layer), overlap of the best "
-        f"quarter {quality.overlap:.0%}"
+        f"{quality.num_tokens} tokens, {time.perf_counter() - started:.0f} s; repeats "
+        f"{quality.num_tokens_left_out} others, nats a token from the full cache: {judged}"
     )
     typer.echo(path)

@@ -1,8 +1,36 @@
 """Ridge regression whose memory does not grow with the number of samples."""
 
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
+
+
+class Spread(NamedTuple):
+    """Means and standard deviations of features: weights of different ones become comparable.
+
+    Attributes:
+        mean: `[..., num_features, num_heads]`; 0 of the constant.
+        deviation: Likewise; 1 of the constant.
+    """
+
+    mean: torch.Tensor
+    deviation: torch.Tensor
+
+    def in_units(self, weights: torch.Tensor) -> torch.Tensor:
+        """Weights of features that have mean 0 and deviation 1, and the constant's last.
+
+        Args:
+            weights: Of the features as they are, `[..., num_features, num_heads]`.
+        """
+        moved = weights * self.deviation
+        constant = moved[..., -1:, :] + (weights * self.mean).sum(dim=-2, keepdim=True)
+        return torch.cat((moved[..., :-1, :], constant), dim=-2)
+
+    def of_features(self, in_units: torch.Tensor) -> torch.Tensor:
+        """The way back: weights of the features as they are; differentiable."""
+        weights = in_units / self.deviation
+        constant = weights[..., -1:, :] - (weights * self.mean).sum(dim=-2, keepdim=True)
+        return torch.cat((weights[..., :-1, :], constant), dim=-2)
 
 
 class NormalEquations:
@@ -58,3 +86,12 @@ class NormalEquations:
         penalty[:, -1] = 0
         factor = torch.linalg.cholesky(self._gram + penalty.diag_embed())
         return torch.cholesky_solve(self._moments, factor).squeeze(2).T
+
+    def spread(self) -> Spread:
+        """Means and standard deviations of all features so far, `[num_features, num_heads]`."""
+        sums, squares = self._gram[:, -1].T, self._gram.diagonal(dim1=1, dim2=2).T
+        mean, count = sums / sums[-1], sums[-1]
+        deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
+        mean[-1], deviation[-1] = 0, 1
+        # A feature that never changes says what the constant says; its weight stays in its unit.
+        return Spread(mean, torch.where(deviation > 0, deviation, torch.ones_like(deviation)))

@@ -1,64 +1,62 @@
-"""How well a probe imitates its teacher, on texts that it was not fitted to."""
+"""How good a probe is on texts that it was not made from."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 import torch
 
-_SHARE = 0.25
-"""Share of the entries that teacher and probe are asked for."""
+from vllm_kvselect.calibration.repetition import divergence, repeated
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.offline.capture import capture
+from vllm_kvselect.offline.kvzip import Replay, chunks
+from vllm_kvselect.offline.retained import Prompt, retained_entries
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+BUDGETS: Final = (1 / 8, 1 / 16)
+"""At which probes are judged."""
 
 
-class Agreement:
-    """Sums over texts, so that only one text's predictions are alive at a time.
+def divergences(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    context: list[int],
+    probes: Sequence[torch.Tensor],
+    part: int,
+) -> torch.Tensor:
+    """How far the model is from the full cache while it repeats a text from what probes retain.
 
     Args:
-        num_layers: Layers of the model.
+        model: The model.
+        tokenizer: Its tokenizer.
+        context: Token ids of the text.
+        probes: Weights, `[num_layers, num_features, num_kv_heads]` each.
+        part: Tokens that are repeated in one go.
+
+    Returns:
+        Nats a token, `[num_probes, len(BUDGETS)]`: the mean over all of the text.
+
+    Raises:
+        EvaluationError: If the model does not attend plainly, or its rotations are not known.
     """
-
-    def __init__(self, num_layers: int) -> None:
-        self._sums = torch.zeros(num_layers, 6, dtype=torch.float64)
-        self._overlaps: list[float] = []
-
-    def add(self, predicted: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Adds a text.
-
-        Args:
-            predicted: What the probe says, `[num_kv_heads, num_tokens]` a layer.
-            targets: What it should say, likewise.
-        """
-        for sums, x, y in zip(self._sums, predicted, targets, strict=True):
-            x, y = x.double().flatten().cpu(), y.double().flatten().cpu()
-            one = torch.ones_like(x)
-            sums += torch.stack([each.sum() for each in (one, x, y, x * x, y * y, x * y)])
-        self._overlaps.append(_overlap(predicted, targets))
-
-    @property
-    def correlations(self) -> list[float]:
-        """Pearson's correlation of prediction and target, over all heads and tokens of a layer."""
-        return _correlation(self._sums).tolist()
-
-    @property
-    def correlation(self) -> float:
-        """The same over all layers."""
-        return _correlation(self._sums.sum(dim=0)).item()
-
-    @property
-    def overlap(self) -> float:
-        """Share of the teacher's best quarter, one over all layers and heads, in the probe's."""
-        return sum(self._overlaps) / len(self._overlaps)
-
-
-def _correlation(sums: torch.Tensor) -> torch.Tensor:
-    count, x, y, xx, yy, xy = sums.unbind(dim=-1)
-    covariance = count * xy - x * y
-    variances = (count * xx - x * x) * (count * yy - y * y)
-    return covariance / variances.clamp(min=torch.finfo(sums.dtype).tiny).sqrt()
-
-
-def _overlap(predicted: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> float:
-    x, y = (
-        torch.stack([each.flatten() for each in part]).flatten() for part in (predicted, targets)
+    layers = capture(model, context)
+    ways = [
+        retained_entries(
+            Prompt(layers, len(context), block_size=1, probe=probe),
+            EvictionConfig(method="layer-probe", budget=budget, window=1),
+        )
+        for probe in probes
+        for budget in BUDGETS
+    ]
+    retained = torch.stack([torch.ones_like(ways[0]), *ways])
+    log_gates = torch.zeros(retained.shape, device=retained.device).masked_fill(
+        ~retained, -torch.inf
     )
-    count = max(1, round(_SHARE * len(y)))
-    found = torch.isin(x.topk(count).indices, y.topk(count).indices)
-    return found.double().mean().item()
+    total = torch.zeros(len(ways), dtype=torch.float64)
+    with torch.no_grad():
+        for chunk in chunks(tokenizer, context, Replay(part)):
+            full, *logits = repeated(model, layers, context, chunk, log_gates)
+            each = divergence(torch.stack(logits), full).double().cpu()
+            total += (chunk.stop - chunk.start) * each
+    return (total / len(context)).view(len(probes), len(BUDGETS))

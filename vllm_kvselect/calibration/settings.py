@@ -20,6 +20,9 @@ class CalibrationConfig(BaseModel):
         length: Tokens per text.
         chunk_size: Tokens that the teacher repeats in one go.
         ridge: Penalty of large weights; see `NormalEquations.solve`.
+        steps: Steps of the tuning that follows the fit; 0 for the fit alone.
+        part: Tokens that the model repeats in a step.
+        rate: Of Adam, in standard deviations of a feature.
         seed: Decides the texts.
         dtype: Of weights and activations.
         out: File to write; None for one in the user's cache, named after the model.
@@ -33,6 +36,9 @@ class CalibrationConfig(BaseModel):
     length: Annotated[int, Field(ge=256)] = 1000
     chunk_size: Annotated[int, Field(ge=1)] = 2048
     ridge: Annotated[float, Field(gt=0)] = 1e-3
+    steps: Annotated[int, Field(ge=0)] = 0
+    part: Annotated[int, Field(ge=1)] = 64
+    rate: Annotated[float, Field(gt=0)] = 3e-3
     seed: int = 0
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     out: Path | None = None

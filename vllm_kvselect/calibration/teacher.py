@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_kvselect.calibration.settings import CalibrationConfig
-from vllm_kvselect.offline.capture import capture
+from vllm_kvselect.offline.capture import Layer, capture
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.kvzip import Replay, kvzip_scores
 from vllm_kvselect.offline.rotations import UnknownRotation
@@ -40,7 +40,17 @@ def samples(
     """
     layers = capture(model, context)
     scores = kvzip_scores(model, tokenizer, layers, context, Replay(config.chunk_size))
-    for layer, of_layer in zip(layers, scores, strict=True):
+    for features, of_layer in zip(features_of(layers), scores, strict=True):
+        yield features, logarithm(of_layer)
+
+
+def features_of(layers: list[Layer]) -> Iterator[torch.Tensor]:
+    """What a probe reads of a captured text, `[num_kv_heads, num_tokens, num_features]` a layer.
+
+    Raises:
+        EvaluationError: If the model's rotations are not known.
+    """
+    for layer in layers:
         if isinstance(layer.rotation, UnknownRotation):
             raise EvaluationError(
                 "a probe reads keys as they were before their positions, and of this model "
@@ -49,7 +59,7 @@ def samples(
         inputs = ScoringInputs(
             layer.query, layer.key, layer.value, layer.scale, rotation=layer.rotation
         )
-        yield probe_features(inputs), logarithm(of_layer)
+        yield probe_features(inputs)
 
 
 def logarithm(scores: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ class Kernels:
         mean_attention: The same without pooling.
         defensive_scores: The worst case of the window's attention.
         r_kv_scores: Scores of the window, less how much a key repeats others.
-        imitated_scores: What a probe says of tokens.
+        probed_scores: What a probe says of tokens.
         projected_value_norms: Norms of all entries.
         uniform_pages: The same number of pages for every head.
         adaptive_pages: Pages by the heads' best entries, with a safeguard.
@@ -76,7 +76,7 @@ class Kernels:
     mean_attention: Scorer = defensivekv.mean_attention
     defensive_scores: Scorer = defensivekv.defensive_scores
     r_kv_scores: Scorer = r_kv.r_kv_scores
-    imitated_scores: Callable[[ScoringInputs, int], torch.Tensor] = probe.imitated_scores
+    probed_scores: Callable[[ScoringInputs, int], torch.Tensor] = probe.probed_scores
     projected_value_norms: Callable[[torch.Tensor, OutputProjection], torch.Tensor] = (
         value_norms.projected_value_norms
     )

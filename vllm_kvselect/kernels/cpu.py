@@ -89,11 +89,11 @@ def r_kv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     return r_kv.scores_with(_similarities if _takes(inputs) else r_kv.similarities, inputs, config)
 
 
-def imitated_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
-    """Twin of `probe.imitated_scores`, for rotations whose pairs are not neighbours (NeoX)."""
+def probed_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
+    """Twin of `probe.probed_scores`, for rotations whose pairs are not neighbours (NeoX)."""
     rotation, key = inputs.rotation, inputs.key
     if key.dtype not in STORED or (rotation is not None and rotation.interleaved):
-        return probe.imitated_scores(inputs, first_position)
+        return probe.probed_scores(inputs, first_position)
     assert inputs.probe is not None
     tables = [key.new_empty(key.shape[1], 0, dtype=torch.float32)] * 2
     if rotation is not None:
@@ -266,7 +266,7 @@ KERNELS = Kernels(
     mean_attention=mean_attention,
     defensive_scores=defensive_scores,
     r_kv_scores=r_kv_scores,
-    imitated_scores=imitated_scores,
+    probed_scores=probed_scores,
     projected_value_norms=projected_value_norms,
     select_pruned=select_pruned,
     adaptive_pages=adaptive_pages,

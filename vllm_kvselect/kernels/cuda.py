@@ -14,7 +14,7 @@ from vllm_kvselect.kernels.triton.compaction import (
 )
 from vllm_kvselect.kernels.triton.criticality import criticality, extremes
 from vllm_kvselect.kernels.triton.page_table import headwise_page_table
-from vllm_kvselect.kernels.triton.probe import imitated_scores
+from vllm_kvselect.kernels.triton.probe import probed_scores
 from vllm_kvselect.kernels.triton.pruning import select_pruned
 from vllm_kvselect.kernels.triton.selection import select, stage_1_mask
 from vllm_kvselect.kernels.triton.value_norms import projected_value_norms
@@ -23,7 +23,7 @@ from vllm_kvselect.kernels.triton.window_attention import mean_attention, snapkv
 KERNELS = Kernels(
     snapkv_scores=snapkv_scores,
     mean_attention=mean_attention,
-    imitated_scores=imitated_scores,
+    probed_scores=probed_scores,
     projected_value_norms=projected_value_norms,
     select_pruned=select_pruned,
     adaptive_pages=adaptive_pages,

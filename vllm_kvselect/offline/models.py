@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def load_model(name: str, dtype: str) -> "PreTrainedModel":
-    """Loads a causal language model.
+    """Loads a causal language model, whose weights need no gradients.
 
     Args:
         name: Folder or hub name; empty for the small model.
@@ -30,7 +30,7 @@ def load_model(name: str, dtype: str) -> "PreTrainedModel":
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     except (OSError, ValueError) as error:
         raise _cannot_load(folder, error) from None
-    loaded: PreTrainedModel = model.eval()
+    loaded: PreTrainedModel = model.eval().requires_grad_(requires_grad=False)
     return loaded
 
 

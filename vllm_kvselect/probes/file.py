@@ -11,14 +11,14 @@ from safetensors.torch import save_file
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.scoring.probe import num_features
 
-VERSION: Final = 2
-"""Raised whenever a file of before would be read wrongly: other features, another order of them."""
+VERSION: Final = 3
+"""Raised whenever a file of before would be read wrongly: other features, facts or order."""
 
 _FORMAT, _FACTS, _WEIGHTS = "vllm-kvselect-probe", "facts", "weights"
 
 
 class ModelFacts(BaseModel):
-    """The model that a probe was fitted to.
+    """The model that a probe is of.
 
     Attributes:
         name: For people; a model may have moved.
@@ -45,23 +45,23 @@ class ModelFacts(BaseModel):
 
 
 class QualityFacts(BaseModel):
-    """How well a probe imitates its teacher on texts that were left out of the fit.
+    """How far a model is from its full cache while it repeats texts from what a probe retains.
 
     Attributes:
-        num_tokens: Tokens that it was fitted to.
-        num_tokens_left_out: Tokens that it is judged by.
-        correlations: Of the logarithms of probe and teacher, over a layer's heads and tokens.
-        correlation: The same over all layers.
-        overlap: Share of the teacher's best quarter of all entries that the probe finds.
+        num_tokens: Tokens that the probe was made from.
+        num_tokens_left_out: Tokens of other texts, by which it is judged.
+        budgets: Shares of the entries that are retained.
+        fitted: Nats a token at each of them, before the tuning.
+        tuned: Likewise of the probe as it is; the same where it was not tuned.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_tokens: int
     num_tokens_left_out: int
-    correlations: tuple[float, ...]
-    correlation: float
-    overlap: float
+    budgets: tuple[float, ...]
+    fitted: tuple[float, ...]
+    tuned: tuple[float, ...]
 
 
 class ProbeFacts(BaseModel):
@@ -77,7 +77,7 @@ class ProbeFacts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: Literal[2] = VERSION
+    version: Literal[3] = VERSION
     written_by: str
     model: ModelFacts
     settings: dict[str, Any]

@@ -1,4 +1,4 @@
-"""A linear probe that imitates a costly score: KVzap's idea (arXiv 2601.07891), on keys and values.
+"""A linear probe of what is worth keeping: KVzap's idea (arXiv 2601.07891), on keys and values.
 
 KVzap reads a token's hidden state. A token's key and value are linear maps of the normalised hidden
 state, and they stay in the cache as long as the token does. A KV head's probe reads that head's
@@ -44,7 +44,7 @@ def probe_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     if inputs.numbers is not None:
         return inputs.numbers[:, :num_tokens]
     competing = _part(inputs, slice(num_tokens))
-    return _above_all(imitated_scores(competing, 0), 0, config)
+    return _above_all(probed_scores(competing, 0), 0, config)
 
 
 class ScoresOfTokens(EntryNumbers):
@@ -67,7 +67,7 @@ class ScoresOfTokens(EntryNumbers):
         numbers = None if self._columns is None else self._columns[inputs.layer_index, :, :end]
         if begin < end:
             fresh = _part(inputs, slice(begin, end))
-            scores = twin(imitated_scores)(fresh, first_position)
+            scores = twin(probed_scores)(fresh, first_position)
             scores = _above_all(scores, first_position, self.config)
             if numbers is None:
                 numbers = scores
@@ -88,8 +88,8 @@ class ScoresOfTokens(EntryNumbers):
         self._columns = None
 
 
-def imitated_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
-    """What the probe says of every token: an estimate of the score that it imitates.
+def probed_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
+    """What the probe says of every token: how much is lost without it when the text is repeated.
 
     Args:
         inputs: Keys and values of neighbouring tokens, rotation and probe; queries are not read.
@@ -97,7 +97,7 @@ def imitated_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
 
     Returns:
         `[num_kv_heads, num_tokens]`, at least float32; not negative, and comparable over heads and
-        layers as the score is that they imitate.
+        layers, which competed for one budget when the weights were made.
     """
     assert inputs.probe is not None
     num_kv_heads, num_tokens, _ = inputs.key.shape

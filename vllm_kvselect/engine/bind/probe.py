@@ -50,10 +50,12 @@ def find_probes(
         raise ConfigError(f"methods that need a calibrated probe cannot be used: {error}") from None
     facts = probe.facts.quality
     logger.info(
-        "KV eviction reads the probe %s, fitted to %d tokens (correlation with KVzip %.2f)",
+        "KV eviction reads the probe %s, made from %d tokens (repeats texts with %.3f nats a token "
+        "at %.2f%%)",
         path,
         facts.num_tokens,
-        facts.correlation,
+        facts.tuned[-1],
+        100 * facts.budgets[-1],
     )
     return {layer: part.to(device) for layer, part in found.items()}
 

@@ -1,4 +1,4 @@
-"""What a probe says of tokens, in one pass; `imitated_scores` of `vllm_kvselect/scoring/probe.py`.
+"""What a probe says of tokens, in one pass; `probed_scores` of `vllm_kvselect/scoring/probe.py`.
 
 No key is turned back. A pair (x, y) that was turned by an angle with cosine c and sine s is,
 before that, (c x + s y, c y - s x); under weights (u, v) it counts
@@ -19,11 +19,11 @@ _TOKENS = 32
 """In a program: 512 programs for 2,048 tokens of 8 heads."""
 
 
-def imitated_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
-    """Twin of `probe.imitated_scores`; products and sums are float32 throughout."""
+def probed_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
+    """Twin of `probe.probed_scores`; products and sums are float32 throughout."""
     key, value, rotation = inputs.key, inputs.value, inputs.rotation
     if key.dtype not in DTYPES:
-        return probe.imitated_scores(inputs, first_position)
+        return probe.probed_scores(inputs, first_position)
     assert inputs.probe is not None
     num_kv_heads, num_tokens, head_size = key.shape
     cos = sin = key.new_empty(num_tokens, 0, dtype=torch.float32)

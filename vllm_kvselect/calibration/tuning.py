@@ -1,0 +1,104 @@
+"""A probe tuned end to end: to what the model says of a text, not to a score of its entries."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from vllm_kvselect.calibration.gates import log_gates
+from vllm_kvselect.calibration.normal_equations import Spread
+from vllm_kvselect.calibration.repetition import divergence, repeated
+from vllm_kvselect.calibration.settings import CalibrationConfig
+from vllm_kvselect.calibration.teacher import features_of
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.offline.capture import capture
+from vllm_kvselect.offline.kvzip import Replay, chunks
+from vllm_kvselect.scorers import FirstTokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SHARES: Final = (1 / 4, 1 / 8, 1 / 16, 1 / 32)
+"""Of the entries: one probe serves all budgets."""
+
+_NUM_WARM_UP = 10
+_SOFTNESS = (0.5, 0.15)
+"""At the first step and at the last one: gradients reach far first, and gates close then."""
+
+
+def tuned(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    weights: torch.Tensor,
+    spread: Spread,
+    contexts: Sequence[list[int]],
+    config: CalibrationConfig,
+    done: Callable[[], None] = lambda: None,
+) -> torch.Tensor:
+    """Tunes a probe by gradient so that the model repeats a text as it does with the full cache.
+
+    Each step takes the next text and a part of it. The model repeats the part once for each of
+    `SHARES`, every entry behind a soft gate of its score; all heads of all layers share a budget.
+    The loss is the mean divergence from what it says with the full cache.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        weights: Where to begin, `[num_layers, num_features, num_kv_heads]`.
+        spread: Of the features: weights are tuned in its units.
+        contexts: Token ids of the texts.
+        config: Steps, size of the parts, rate, seed.
+        done: Called after each step.
+
+    Returns:
+        Tuned weights, of the same shape and type.
+
+    Raises:
+        EvaluationError: If the model does not attend plainly, or its rotations are not known.
+    """
+    in_units = spread.in_units(weights.double()).requires_grad_()
+    optimizer = torch.optim.Adam([in_units], lr=config.rate)
+    generator = torch.Generator().manual_seed(config.seed)
+    for step in range(config.steps):
+        context = contexts[step % len(contexts)]
+        parts = list(chunks(tokenizer, context, Replay(config.part)))
+        part = parts[int(torch.randint(len(parts), (), generator=generator))]
+        layers = capture(model, context)
+        scores = torch.stack(
+            [
+                torch.bmm(weight.to(features.dtype).T.unsqueeze(1), features.mT).squeeze(1)
+                for features, weight in zip(
+                    features_of(layers), spread.of_features(in_units), strict=True
+                )
+            ]
+        )
+        with torch.no_grad():
+            full = repeated(model, layers, context, part, torch.zeros_like(scores)[None])
+        gates = _gates(scores, _softness(step / config.steps))
+        loss = divergence(repeated(model, layers, context, part, gates), full[0]).mean()
+        (weights_of_layers,) = optimizer.param_groups
+        weights_of_layers["lr"] = config.rate * _pace(step, config.steps)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        done()
+    return spread.of_features(in_units.detach()).to(weights.dtype)
+
+
+def _gates(scores: torch.Tensor, softness: float) -> torch.Tensor:
+    """`[len(SHARES), num_layers, num_kv_heads, num_tokens]`; the first tokens are never dropped."""
+    num_sinks = EvictionConfig(method="layer-probe").of(FirstTokens).num_sinks
+    competing = scores[..., num_sinks:]
+    gates = torch.stack([log_gates(competing, share, softness) for share in SHARES])
+    return torch.cat((torch.zeros_like(gates[..., :num_sinks]), gates), dim=-1)
+
+
+def _pace(step: int, num_steps: int) -> float:
+    """Factor of the rate: up at first, then down along a cosine."""
+    return min(1.0, (step + 1) / _NUM_WARM_UP) * (1 + math.cos(math.pi * step / num_steps)) / 2
+
+
+def _softness(progress: float) -> float:
+    first, last = _SOFTNESS
+    return first * (last / first) ** progress
