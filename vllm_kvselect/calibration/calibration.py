@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def calibrated(config: CalibrationConfig) -> tuple[Path, ProbeFacts]:
-    """Fits a probe, tunes it and writes it, with progress bars on stderr.
+    """Fits a probe, tunes it if steps are asked for, and writes it; progress bars on stderr.
 
     Args:
         config: Model and texts.
@@ -44,7 +44,10 @@ def calibrated(config: CalibrationConfig) -> tuple[Path, ProbeFacts]:
     left_out = contexts_left_out(tokenizer, config)
     with Progress(console=Console(stderr=True)) as progress:
         totals = {"fit": len(contexts), "tune": config.steps, "judge": len(left_out)}
-        bars = {name: progress.add_task(name, total=total) for name, total in totals.items()}
+        bars = {
+            name: progress.add_task(name, total=total, visible=total > 0)
+            for name, total in totals.items()
+        }
         done = {name: partial(progress.advance, bar) for name, bar in bars.items()}
         weights, spread = fit(model, tokenizer, contexts, config, done["fit"])
         probes = [weights]

@@ -89,7 +89,7 @@ class ScoresOfTokens(EntryNumbers):
 
 
 def probed_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
-    """What the probe says of every token: how much is lost without it when the text is repeated.
+    """What the probe says of every token: how much a repetition of the text needs it.
 
     Args:
         inputs: Keys and values of neighbouring tokens, rotation and probe; queries are not read.
@@ -97,7 +97,7 @@ def probed_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
 
     Returns:
         `[num_kv_heads, num_tokens]`, at least float32; not negative, and comparable over heads and
-        layers, which competed for one budget when the weights were made.
+        layers, as KVzip's score is.
     """
     assert inputs.probe is not None
     num_kv_heads, num_tokens, _ = inputs.key.shape

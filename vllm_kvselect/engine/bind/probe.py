@@ -50,8 +50,8 @@ def find_probes(
         raise ConfigError(f"methods that need a calibrated probe cannot be used: {error}") from None
     facts = probe.facts.quality
     logger.info(
-        "KV eviction reads the probe %s, made from %d tokens (repeats texts with %.3f nats a token "
-        "at %.2f%%)",
+        "KV eviction reads the probe %s, made from %d tokens (repeats texts %.3f nats a token "
+        "from the full cache at %.2f%%)",
         path,
         facts.num_tokens,
         facts.tuned[-1],
