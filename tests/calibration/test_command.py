@@ -13,12 +13,16 @@ from vllm_kvselect.calibration.contexts import contexts_left_out, contexts_to_fi
 from vllm_kvselect.calibration.settings import CalibrationConfig
 from vllm_kvselect.cli import app
 from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.offline.capture import capture, continue_prompt
 from vllm_kvselect.offline.kvzip import Replay, chunks
 from vllm_kvselect.offline.retained import Prompt, retained_entries
 from vllm_kvselect.probes.file import Probe
 
-SMALL = ("--texts", "code,pairs", "--tokens", "1800", "--length", "300", "--steps", "8")
+SMALL = (
+    *("--texts", "code,pairs", "--tokens", "1800", "--length", "300"),
+    *("--steps", "8", "--dtype", "float32"),
+)
 
 
 def run(*options: str, **environment: str) -> Result:
@@ -94,6 +98,7 @@ def test_without_a_place_it_goes_into_the_cache(llama_folder: Path, tmp_path: Pa
     facts = Probe.load(path).facts
     assert facts.quality.fitted == facts.quality.tuned
     assert "->" not in result.stdout
+    assert facts.settings["dtype"] == dtype_name(fast_dtype())
     assert path.name == f"{llama_folder.name}-{facts.model.fingerprint[:12]}.safetensors"
     assert result.stdout.splitlines()[-1] == str(path)
 

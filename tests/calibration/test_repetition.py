@@ -95,11 +95,12 @@ def test_divergence_is_kullbacks_and_leiblers() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(2, 4, 5, generator=generator, dtype=torch.float64)
     full = 3 * torch.randn(4, 5, generator=generator, dtype=torch.float64)
-    for found, way in zip(divergence(logits, full).tolist(), logits.tolist(), strict=True):
-        total = 0.0
-        for row, of_full in zip(way, full.tolist(), strict=True):
+    found = divergence(logits, full)
+    assert found.shape == (2, 4)
+    for of_way, way in zip(found.tolist(), logits.tolist(), strict=True):
+        for nats, row, of_full in zip(of_way, way, full.tolist(), strict=True):
             q, p = ([math.exp(each) for each in part] for part in (row, of_full))
             q, p = ([each / sum(part) for each in part] for part in (q, p))
-            total += sum(b * math.log(b / a) for a, b in zip(q, p, strict=True))
-        assert found == pytest.approx(total / 4, rel=1e-12)
-    assert divergence(full, full).item() == pytest.approx(0.0, abs=1e-15)
+            expected = sum(b * math.log(b / a) for a, b in zip(q, p, strict=True))
+            assert nats == pytest.approx(expected, rel=1e-12)
+    assert divergence(full, full).tolist() == pytest.approx([0.0] * 4, abs=1e-15)

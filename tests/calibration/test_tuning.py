@@ -12,7 +12,7 @@ from vllm_kvselect.calibration.normal_equations import Spread
 from vllm_kvselect.calibration.quality import BUDGETS, divergences
 from vllm_kvselect.calibration.settings import CalibrationConfig
 from vllm_kvselect.calibration.teacher import features_of
-from vllm_kvselect.calibration.tuning import _gates, _pace, tuned
+from vllm_kvselect.calibration.tuning import _gates, _loss, _pace, tuned
 from vllm_kvselect.offline.capture import capture
 from vllm_kvselect.offline.models import load_model
 from vllm_kvselect.shallow_model import shallow_copy
@@ -65,6 +65,30 @@ def test_first_tokens_have_no_gate_and_take_no_budget() -> None:
     assert (gates[..., :4] == 0).all()
     sums = gates[..., 4:].exp().sum(dim=(1, 2, 3))
     torch.testing.assert_close(sums, 600 * torch.tensor([1 / 4, 1 / 8, 1 / 16, 1 / 32]))
+
+
+def test_a_token_that_is_lost_counts_for_more_than_its_part() -> None:
+    even, one_lost = torch.full((2, 4), 0.5), torch.tensor([[2.0, 0.0, 0.0, 0.0], [0.5] * 4])
+    assert _loss(even).item() == pytest.approx(0.5)
+    assert _loss(one_lost).item() == pytest.approx((0.5 + (1.0 + 0.5) / 2) / 2)
+    nothing_lost = torch.zeros(2, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(_loss(nothing_lost), nothing_lost)
+    assert gradient.isfinite().all()
+
+
+def test_the_first_step_goes_half_as_far_as_its_rate(
+    llama: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    contexts: list[list[int]],
+    fitted: tuple[torch.Tensor, Spread],
+) -> None:
+    """Adam's first step is the rate itself, up or down; here a tenth of it, to warm up."""
+    weights, spread = fitted
+    config = CONFIG.model_copy(update={"steps": 1})
+    found = tuned(llama, tokenizer, weights, spread, contexts, config)
+    moved = spread.in_units(found.double()) - spread.in_units(weights.double())
+    step = moved.abs()[moved.abs() > 1e-5]  # what no score depends on stays
+    torch.testing.assert_close(step.median().item(), CONFIG.rate / 10 / 2, rtol=1e-2, atol=0)
 
 
 def test_the_rate_goes_up_and_then_down() -> None:

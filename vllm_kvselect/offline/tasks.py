@@ -20,6 +20,9 @@ CUE_LEN = 32
 PASSAGE_LEN = 96
 """Tokens of a passage, cue included."""
 
+NUM_NEEDLES = 8
+"""Numbers in a text that hides several."""
+
 CITIES = (
     "Amsterdam", "Athens", "Berlin", "Boston", "Cairo", "Chicago", "Dublin", "Geneva", "Havana",
     "Istanbul", "Lima", "Lisbon", "London", "Madrid", "Melbourne", "Mumbai", "Nairobi", "Oslo",
@@ -136,6 +139,33 @@ def needles(
     return [_needle(tokenizer, texts, rng, prompt_len, depth) for depth in depths]
 
 
+def several_needles(
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: list[str],
+    num_prompts: int,
+    prompt_len: int,
+    seed: int,
+) -> list[Needle]:
+    """Likewise, `NUM_NEEDLES` numbers per prompt: the one asked for at its depth, others anywhere.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        texts: The prose.
+        num_prompts: Number of prompts.
+        prompt_len: Tokens per prompt, question included.
+        seed: Decides texts, cities, numbers, and where the others are hidden.
+
+    Returns:
+        The prompts; the same arguments give the same prompts.
+
+    Raises:
+        EvaluationError: If the prose does not fit the length asked for.
+    """
+    rng = random.Random(seed)
+    depths = [(index + 0.5) / num_prompts for index in range(num_prompts)]
+    return [_needle(tokenizer, texts, rng, prompt_len, depth, NUM_NEEDLES) for depth in depths]
+
+
 def pairs(
     tokenizer: "PreTrainedTokenizerBase",
     texts: list[str],
@@ -166,6 +196,7 @@ def pairs(
 TASKS: dict[str, Callable[..., Sequence[Case]]] = {
     "passage": passages,
     "needle": needles,
+    "several": several_needles,
     "pairs": pairs,
 }
 """Tasks by name."""
@@ -177,16 +208,19 @@ def _needle(
     rng: random.Random,
     prompt_len: int,
     depth: float,
+    num_needles: int = 1,
 ) -> Needle:
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    city = rng.choice(CITIES)
-    digits = str(rng.randrange(10**6, 10**7))
-    fact = f"The special magic number for {city} is"
+    cities = rng.sample(CITIES, num_needles)
+    digits = [str(rng.randrange(10**6, 10**7)) for _ in cities]
+    depths = [depth, *(rng.random() for _ in cities[1:])]  # the first is asked for
+    facts = [f"The special magic number for {city} is" for city in cities]
     begin = tokenizer.encode("")  # a BOS token, where the model wants one
-    needle, question = encode(f" {fact} {digits}."), encode(f"\n\n{fact}")
-    room = prompt_len - len(begin) - len(needle) - len(question)
+    hidden = [encode(f" {fact} {number}.") for fact, number in zip(facts, digits, strict=True)]
+    question = encode(f"\n\n{facts[0]}")
+    room = prompt_len - len(begin) - sum(map(len, hidden)) - len(question)
     if room < 1:
         raise EvaluationError(f"a prompt of {prompt_len} tokens has no room for prose")
 
@@ -198,10 +232,18 @@ def _needle(
         ends.append(len(prose))
     surplus = len(prose) - room  # cut at the front, where a sentence may begin in its middle
     ends = [0, *(end - surplus for end in ends if end > surplus)]
-    at = min(ends, key=lambda end: abs(end - depth * room))
+    places = [min(ends, key=lambda end: abs(end - each * room)) for each in depths]
     hay = prose[surplus:]
-    context = [*begin, *hay[:at], *needle, *hay[at:]]
-    return Needle(context, question, encode(f" {digits}"), round(at / room, 3), digits, city)
+    for at, needle in sorted(zip(places, hidden, strict=True), reverse=True):
+        hay[at:at] = needle
+    return Needle(
+        context=[*begin, *hay],
+        question=question,
+        answer=encode(f" {digits[0]}"),
+        depth=round(places[0] / room, 3),
+        digits=digits[0],
+        city=cities[0],
+    )
 
 
 def _pairs(

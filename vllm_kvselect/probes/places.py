@@ -36,7 +36,7 @@ def find_probe(model: str, fingerprint: str, file: str | None) -> tuple[Probe, P
     path = Path(file) if file is not None else _kept(fingerprint)
     if path is None:
         raise ConfigError(
-            f"there is no probe of {model}; make one in some minutes with `vllm-kvselect calibrate "
+            f"there is no probe of {model}; make one with `vllm-kvselect calibrate "
             f"{model}`, or name its file (--kv-eviction-probe)"
         )
     probe = Probe.load(path, model)
