@@ -12,7 +12,6 @@ from vllm_kvselect.offline.tasks import (
     needles,
     pairs,
     passages,
-    several_needles,
 )
 from vllm_kvselect.offline.texts import read_texts
 
@@ -62,7 +61,7 @@ def test_several_needles_stand_in_the_text_and_one_is_asked_for(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     prose = [text.replace(" speaks", ", says the author. It speaks") for text in TEXTS]
-    many = several_needles(tokenizer, prose, 4, 800, 0)
+    many = needles(tokenizer, prose, 4, 800, 0, NUM_NEEDLES)
     for needle in many:
         context = tokenizer.decode(needle.context)
         hidden = re.findall(r"The special magic number for (\w+) is (\d{7})[.]", context)

@@ -14,7 +14,7 @@ from vllm_kvselect.calibration.fit import fit
 from vllm_kvselect.calibration.quality import BUDGETS, divergences
 from vllm_kvselect.calibration.settings import CalibrationConfig
 from vllm_kvselect.calibration.tuning import tuned
-from vllm_kvselect.machine import dtype_name, fast_dtype
+from vllm_kvselect.machine import dtype_name
 from vllm_kvselect.offline.attention import attending_layers
 from vllm_kvselect.offline.models import load_model, load_tokenizer, model_folder
 from vllm_kvselect.probes.file import ModelFacts, Probe, ProbeFacts, QualityFacts
@@ -39,8 +39,7 @@ def calibrated(config: CalibrationConfig) -> tuple[Path, ProbeFacts]:
         EvaluationError: If the model cannot be loaded or calibrated, or if the texts do not fit.
         ConfigError: If its weights are not kept as safetensors, or the file cannot be written.
     """
-    dtype = config.dtype or dtype_name(fast_dtype())
-    model, tokenizer = load_model(config.model, dtype), load_tokenizer(config.model)
+    model, tokenizer = load_model(config.model, config.dtype), load_tokenizer(config.model)
     of_model = model_facts(model, config.model)
     contexts = contexts_to_fit(tokenizer, config)
     left_out = contexts_left_out(tokenizer, config)
@@ -65,7 +64,7 @@ def calibrated(config: CalibrationConfig) -> tuple[Path, ProbeFacts]:
         model=of_model,
         settings={
             **config.model_dump(mode="json", exclude={"model", "out"}),
-            "dtype": dtype,
+            "dtype": dtype_name(model.dtype),
             "texts": [Path(each).name for each in config.texts],  # a folder's place is private
         },
         quality=QualityFacts(

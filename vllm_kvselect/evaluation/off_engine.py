@@ -18,7 +18,6 @@ from vllm_kvselect.evaluation.examples import Example, refuse_without_questions
 from vllm_kvselect.evaluation.metrics import METRICS, NEVER_FALL, READ_ALONG
 from vllm_kvselect.evaluation.predictions import Prediction, Setting
 from vllm_kvselect.evaluation.settings import EvaluationConfig
-from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.offline.answers import forced
 from vllm_kvselect.offline.attention import keeps_states
 from vllm_kvselect.offline.capture import Layer, capture, continue_prompt
@@ -55,7 +54,7 @@ def answer(
             of an example is not known apart from its question, which context-only needs.
         ConfigError: If a method needs a probe of the model, and there is none.
     """
-    model = load_model(config.model, config.dtype or dtype_name(fast_dtype()))
+    model = load_model(config.model, config.dtype)
     probe = probe_for(config.model, config.evictions())
     runner = _Runner(config, model, load_tokenizer(config.model), probe)
     with Progress(console=Console(stderr=True)) as progress:

@@ -15,7 +15,7 @@ def load_model(name: str, dtype: str) -> "PreTrainedModel":
 
     Args:
         name: Folder or hub name; empty for the small model.
-        dtype: Of weights and activations, such as `float32`.
+        dtype: Of weights and activations, such as `float32`; empty for the machine's fast one.
 
     Raises:
         EvaluationError: If transformers cannot load it.
@@ -24,10 +24,14 @@ def load_model(name: str, dtype: str) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from vllm_kvselect.machine import fast_dtype
+
     logging.disable_progress_bar()
     folder = model_folder(name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype) if dtype else fast_dtype()
+        )
     except (OSError, ValueError) as error:
         raise _cannot_load(folder, error) from None
     loaded: PreTrainedModel = model.eval().requires_grad_(requires_grad=False)

@@ -4,6 +4,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal, get_args
 
 from vllm_kvselect.offline.errors import EvaluationError
@@ -118,15 +119,17 @@ def needles(
     num_prompts: int,
     prompt_len: int,
     seed: int,
+    num_needles: int = 1,
 ) -> list[Needle]:
-    """Hides one magic number per prompt in prose, at depths spread evenly over the prompts.
+    """Hides magic numbers in prose and asks for one, whose depths spread evenly over the prompts.
 
     Args:
         tokenizer: The model's tokenizer.
         texts: The prose.
         num_prompts: Number of prompts.
         prompt_len: Tokens per prompt, question included.
-        seed: Decides texts, cities and numbers.
+        seed: Decides texts, cities, numbers, and where those are hidden that are not asked for.
+        num_needles: Numbers per prompt.
 
     Returns:
         The prompts; the same arguments give the same prompts.
@@ -136,34 +139,7 @@ def needles(
     """
     rng = random.Random(seed)
     depths = [(index + 0.5) / num_prompts for index in range(num_prompts)]
-    return [_needle(tokenizer, texts, rng, prompt_len, depth) for depth in depths]
-
-
-def several_needles(
-    tokenizer: "PreTrainedTokenizerBase",
-    texts: list[str],
-    num_prompts: int,
-    prompt_len: int,
-    seed: int,
-) -> list[Needle]:
-    """Likewise, `NUM_NEEDLES` numbers per prompt: the one asked for at its depth, others anywhere.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        texts: The prose.
-        num_prompts: Number of prompts.
-        prompt_len: Tokens per prompt, question included.
-        seed: Decides texts, cities, numbers, and where the others are hidden.
-
-    Returns:
-        The prompts; the same arguments give the same prompts.
-
-    Raises:
-        EvaluationError: If the prose does not fit the length asked for.
-    """
-    rng = random.Random(seed)
-    depths = [(index + 0.5) / num_prompts for index in range(num_prompts)]
-    return [_needle(tokenizer, texts, rng, prompt_len, depth, NUM_NEEDLES) for depth in depths]
+    return [_needle(tokenizer, texts, rng, prompt_len, depth, num_needles) for depth in depths]
 
 
 def pairs(
@@ -196,7 +172,7 @@ def pairs(
 TASKS: dict[str, Callable[..., Sequence[Case]]] = {
     "passage": passages,
     "needle": needles,
-    "several": several_needles,
+    "several": partial(needles, num_needles=NUM_NEEDLES),
     "pairs": pairs,
 }
 """Tasks by name."""
@@ -208,7 +184,7 @@ def _needle(
     rng: random.Random,
     prompt_len: int,
     depth: float,
-    num_needles: int = 1,
+    num_needles: int,
 ) -> Needle:
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
