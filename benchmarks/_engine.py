@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from vllm_kvselect.config import CONFIG_KEY, ConfigError, EvictionConfig
-from vllm_kvselect.evaluation.server import plugin_environment, stop, tail
+from vllm_kvselect.evaluation.server import first_error, plugin_environment, stop, tail
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.planning.cuts import cuts
 from vllm_kvselect.tiny_model import TinyModelError
@@ -90,7 +90,10 @@ def run_child(script: str, job: Job, timeout: float | None = None) -> dict[str, 
         if child.returncode == 0:
             return json.loads(reply)
         log.seek(0)
-        raise BenchmarkError(f"the engine's process failed; its log ends:\n{tail(log.read())}")
+        text = log.read()
+        raise BenchmarkError(
+            f"the engine's process failed: {first_error(text)}\nThe end of its log:\n{tail(text)}"
+        )
 
 
 def run_in_turn(script: str, jobs: dict[str, Job], rounds: int) -> dict[str, list[dict[str, Any]]]:

@@ -9,7 +9,14 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from vllm_kvselect.machine import dtype_name, fast_dtype, machine, processor
+from vllm_kvselect.machine import (
+    default_device,
+    default_dtype,
+    dtype_name,
+    fast_dtype,
+    machine,
+    processor,
+)
 
 X86 = {"architecture": "x86_64"}
 ARM = {"architecture": "aarch64"}
@@ -54,6 +61,15 @@ def test_pytorch_held_to_older_instructions_is_fast_in_float32() -> None:
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert result.stdout == "torch.float32\n"
+
+
+@pytest.mark.parametrize("has_card", [False, True])
+def test_models_run_on_a_gpu_where_there_is_one(
+    has_card: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_card)
+    assert default_device() == torch.device("cuda" if has_card else "cpu")
+    assert default_dtype() == ("auto" if has_card else dtype_name(fast_dtype()))
 
 
 def test_a_measurement_says_where_it_ran() -> None:

@@ -1,4 +1,4 @@
-"""This machine's processor: its name, and what it multiplies fast. The one place that knows."""
+"""What this machine computes with, and in which data type fast. The one place that knows."""
 
 import os
 import platform
@@ -33,6 +33,20 @@ def fast_dtype() -> torch.dtype:
         is_held_back = torch.backends.cpu.get_cpu_capability() != "AVX512"
         supported = supported and bool(has_instructions) and not is_held_back
     return torch.bfloat16 if supported else torch.float32
+
+
+def default_device() -> torch.device:
+    """Returns what models run on outside the engine: the first GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def default_dtype() -> str:
+    """Returns in which type a model runs if none is named, as `--dtype` takes it.
+
+    Returns:
+        "auto", the type of the weights, on a GPU; else the processor's fast one.
+    """
+    return "auto" if torch.cuda.is_available() else dtype_name(fast_dtype())
 
 
 def dtype_name(dtype: torch.dtype) -> str:

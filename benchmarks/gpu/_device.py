@@ -1,12 +1,15 @@
 """The device that is measured, or a stand-in for it, with which a dry run walks every step."""
 
 import json
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+# Asked through the driver's library, as vLLM does: else the processes that vLLM forks have no CUDA.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HAS_CARD = DEVICE == "cuda"
 

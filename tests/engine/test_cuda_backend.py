@@ -421,9 +421,10 @@ def test_a_layer_with_a_sliding_window_may_have_what_others_may_not(backend: Any
     assert impl(4, HEAD_SIZE, 1.0, NUM_KV_HEADS, sliding_window=64, **settings)
 
 
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("method", ["adakv-perturb", "layer-defensivekv", "h2o"])
 def test_warming_up_launches_what_prompts_need_and_leaves_no_trace(
-    method: str,
+    method: str, graphs: bool
 ) -> None:
     launched: set[str] = set()
 
@@ -438,7 +439,7 @@ def test_warming_up_launches_what_prompts_need_and_leaves_no_trace(
     kernels = Kernels(
         **{part.name: noted(part.name, getattr(REFERENCES, part.name)) for part in fields(Kernels)}
     )
-    layers = make_layers(FLASH, method, kernels)
+    layers = make_layers(FLASH, method, kernels, graphs=graphs)
     warm_up(layers.builder, [method], layers.eviction)
     assert not layers.state.offsets.any()
     assert not layers.state.completed

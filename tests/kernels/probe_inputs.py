@@ -25,15 +25,19 @@ def rotated_by(kind: str, head_size: int) -> Rotation | None:
     return rotations[kind]
 
 
-def probe_inputs(shape: Shape, seed: int, dtype: torch.dtype, kind: str) -> ScoringInputs:
+def probe_inputs(
+    shape: Shape, seed: int, dtype: torch.dtype, kind: str, device: str
+) -> ScoringInputs:
     """Keys and values as a fused projection writes them: parts of the same rows."""
     layer = random_layer(shape, seed, dtype)
     # [num_kv_heads, num_tokens, head_size] -> [num_tokens, num_kv_heads, head_size]
-    fused = torch.cat([part.transpose(0, 1) for part in (layer.key, layer.value)], dim=1)
+    fused = torch.cat([part.transpose(0, 1) for part in (layer.key, layer.value)], dim=1).to(device)
     key, value = (part.transpose(0, 1) for part in fused.split(shape.num_kv_heads, dim=1))
-    rotation = rotated_by(kind, shape.head_size)
-    no_query = fused[:0, :0]
-    return ScoringInputs(no_query, key, value, shape.scale, rotation=rotation, probe=layer.probe)
+    rotation, no_query = rotated_by(kind, shape.head_size), fused[:0, :0]
+    if rotation is not None:
+        rotation = replace(rotation, cos=rotation.cos.to(device), sin=rotation.sin.to(device))
+    probe = layer.probe.to(device)
+    return ScoringInputs(no_query, key, value, shape.scale, rotation=rotation, probe=probe)
 
 
 def check_probed(scores: torch.Tensor, inputs: ScoringInputs, first_position: int) -> None:

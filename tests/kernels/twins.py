@@ -131,7 +131,7 @@ def test_windows_of_one_query_and_of_more_than_a_tile(backend: Backend, window: 
 def test_probed_scores(
     backend: Backend, shape: Shape, seed: int, dtype: torch.dtype, kind: str, first_position: int
 ) -> None:
-    inputs = probe_inputs(shape, seed, dtype, kind)
+    inputs = probe_inputs(shape, seed, dtype, kind, backend.device)
     check_probed(backend.kernels.probed_scores(inputs, first_position), inputs, first_position)
 
 

@@ -124,7 +124,7 @@ SYNCHRONISING: dict[str, Callable[[torch.Tensor], object]] = {
     "reading by a mask": lambda x: x[x > 0],
     "writing by a mask": lambda x: x.index_put((x > 0,), x.sum()),
     "masked_select": lambda x: x.masked_select(x > 0),
-    "equal": lambda x: torch.equal(x, x),
+    "equal": lambda x: torch.equal(x, x.clone()),  # of itself nothing is read
     "unique": lambda x: x.unique(),
     "repeat_interleave": lambda x: x.repeat_interleave(x.long()),
     "a tensor from numbers": lambda x: x + torch.tensor([1.0, 2.0], device=x.device),

@@ -36,7 +36,7 @@ def calibrate(
     rate: Annotated[float, typer.Option(help="Of the tuning's steps.")] = _DEFAULTS.rate,
     seed: Annotated[int, typer.Option(help="Decides the texts.")] = _DEFAULTS.seed,
     dtype: Annotated[
-        str, typer.Option(help="By default what the machine multiplies fast.")
+        str, typer.Option(help="By default the model's on a GPU, else a fast one.")
     ] = _DEFAULTS.dtype,
     out: Annotated[
         Path | None,

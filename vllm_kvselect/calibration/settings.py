@@ -26,7 +26,7 @@ class CalibrationConfig(BaseModel):
         part: Tokens that the model repeats in a step.
         rate: Of Adam, in standard deviations of a feature.
         seed: Decides the texts.
-        dtype: Of weights and activations; empty for the machine's fast one.
+        dtype: Of weights and activations; empty for `machine.default_dtype`.
         out: File to write; None for one in the user's cache, named after the model.
     """
 

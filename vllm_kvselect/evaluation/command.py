@@ -55,7 +55,9 @@ def evaluate(
     block_size: Annotated[
         int, typer.Option(help="Tokens per block, off the engine.")
     ] = _DEFAULTS.block_size,
-    dtype: Annotated[str, typer.Option(help="By default what the machine multiplies fast.")] = "",
+    dtype: Annotated[
+        str, typer.Option(help="By default the model's on a GPU, else a fast one.")
+    ] = "",
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Of the server that is started, such as fp8.")
     ] = _DEFAULTS.kv_cache_dtype,

@@ -16,7 +16,7 @@ from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig, Prefill
 from vllm_kvselect.evaluation.cut_check import CutCheck
 from vllm_kvselect.evaluation.server import serving
 from vllm_kvselect.evaluation.settings import FULL, EvaluationConfig
-from vllm_kvselect.machine import dtype_name, fast_dtype
+from vllm_kvselect.machine import default_dtype
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.models import model_folder
 from vllm_kvselect.request import REQUEST_KEYS
@@ -135,7 +135,7 @@ def _flags(config: EvaluationConfig, model: str, needs: Needs) -> list[str]:
     values = {"method": FULL, "budget": 1.0, "allow_override": list(OVERRIDE_NAMES)}
     settings.write_text(yaml.safe_dump({**config.eviction, **values}), encoding="utf-8")
     on_cuda = torch.cuda.is_available()
-    dtype = config.dtype or ("auto" if on_cuda else dtype_name(fast_dtype()))
+    dtype = config.dtype or default_dtype()
     flags = ["--kv-eviction-config", str(settings), "--dtype", dtype, "--enforce-eager"]
     flags += ["--kv-cache-dtype", config.kv_cache_dtype]
     flags += ["--max-model-len", str(needs.max_model_len), "--disable-uvicorn-access-log"]

@@ -189,11 +189,11 @@ def _wait_until_ready(
     )
     file.seek(0)
     text = file.read()
-    said = f"its log ends:\n{tail(text)}" if log is None else f"{_first_error(text)}; see {log}"
+    said = f"its log ends:\n{tail(text)}" if log is None else f"{first_error(text)}; see {log}"
     raise EvaluationError(f"vllm serve {reason}; {said}")
 
 
-def _first_error(text: str) -> str:
+def first_error(text: str) -> str:
     """The first error in a log, with the line after it, or its end: more errors follow from one."""
     lines = text.splitlines()
     for index, line in enumerate(lines):

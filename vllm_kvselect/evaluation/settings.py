@@ -52,7 +52,7 @@ class EvaluationConfig(BaseModel):
             the methods retain; or a peer with methods of its own.
         url: A running server; empty to start one.
         block_size: Tokens per block, off the engine. 32 is the engine's.
-        dtype: Of weights and activations; empty for the machine's fast one.
+        dtype: Of weights and activations; empty for `machine.default_dtype`.
         kv_cache_dtype: `--kv-cache-dtype` of the server that is started.
         eviction: Further fields of `EvictionConfig`, for all methods.
         out: Folder for predictions, scores, table and figures.

@@ -7,35 +7,34 @@ from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.tiny_model import tiny_model
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def load_model(name: str, dtype: str) -> "PreTrainedModel":
+def load_model(name: str, dtype: str, device: "torch.device | None" = None) -> "PreTrainedModel":
     """Loads a causal language model, whose weights need no gradients.
 
     Args:
         name: Folder or hub name; empty for the small model.
-        dtype: Of weights and activations, such as `float32`; empty for the machine's fast one.
+        dtype: Of weights and activations, such as `float32`; empty for `default_dtype()`.
+        device: Where it runs; None for `default_device()`.
 
     Raises:
         EvaluationError: If transformers cannot load it.
     """
-    import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from vllm_kvselect.machine import fast_dtype
+    from vllm_kvselect.machine import default_device, default_dtype
 
     logging.disable_progress_bar()
     folder = model_folder(name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype) if dtype else fast_dtype()
-        )
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or default_dtype())
     except (OSError, ValueError) as error:
         raise _cannot_load(folder, error) from None
     loaded: PreTrainedModel = model.eval().requires_grad_(requires_grad=False)
-    return loaded
+    return loaded.to(device or default_device())  # type: ignore[arg-type]
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":

@@ -115,7 +115,8 @@ class Study:
 
     def __init__(self, config: AnalysisConfig) -> None:
         self.config = config
-        self.model = load_model(config.model, config.dtype)
+        # Not every quantity is computed where the model is.
+        self.model = load_model(config.model, config.dtype, torch.device("cpu"))
         self.tokenizer = load_tokenizer(config.model)
         self._probe = probe_for(config.model, config.evictions())
 
