@@ -90,10 +90,13 @@ def run_child(script: str, job: Job, timeout: float | None = None) -> dict[str, 
         if child.returncode == 0:
             return json.loads(reply)
         log.seek(0)
-        text = log.read()
-        raise BenchmarkError(
-            f"the engine's process failed: {first_error(text)}\nThe end of its log:\n{tail(text)}"
-        )
+        raise failed(log.read())
+
+
+def failed(log: str) -> BenchmarkError:
+    """What to raise when an engine's process failed: its first error, and how its log ends."""
+    reason = f"the engine's process failed: {first_error(log)}"
+    return BenchmarkError(f"{reason}\nThe end of its log:\n{tail(log)}")
 
 
 def run_in_turn(script: str, jobs: dict[str, Job], rounds: int) -> dict[str, list[dict[str, Any]]]:

@@ -17,14 +17,12 @@ from typing import Any, Self
 
 from _engine import (
     CHILD_ARGUMENT,
-    BenchmarkError,
     Job,
     child_environment,
+    failed,
     reply_alone,
     stop,
 )
-
-from vllm_kvselect.evaluation.server import tail
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
@@ -67,7 +65,7 @@ class TurnTaker:
         """Lets the child work until its next answer, and returns that.
 
         Raises:
-            BenchmarkError: If the child failed; the message holds the end of its log.
+            BenchmarkError: If the child failed; the message says why.
         """
         self._write("")
         assert self._child.stdout is not None
@@ -75,9 +73,7 @@ class TurnTaker:
             return json.loads(line)
         self._child.wait()
         self._log.seek(0)
-        raise BenchmarkError(
-            f"the engine's process failed; its log ends:\n{tail(self._log.read())}"
-        )
+        raise failed(self._log.read())
 
     def _write(self, line: str) -> None:
         assert self._child.stdin is not None

@@ -59,8 +59,6 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         write(folder, TINY if dry_run else LLAMA_8B)
         for engine in engines.split(","):
-            if dry_run and engine == "room":  # the same as stock, with more memory
-                continue
             job = ENGINES[engine]
             name = f"{engine}, {job['kv_gib']} GiB"
             result = run_child(__file__, {**job, "model": folder, "dry_run": dry_run})

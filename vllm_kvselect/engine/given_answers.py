@@ -28,7 +28,7 @@ class GivenAnswers(AdapterLogitsProcessor, LogitsProcessor):
     """
 
     def __init__(self, vllm_config: VllmConfig, *given: Any) -> None:
-        self._answers: dict[int, list[int]] = {}
+        self._answers: dict[int, list[int] | None] = {}
         if len(given) == 1:
             (self._requests,) = given
         else:
@@ -49,11 +49,8 @@ class GivenAnswers(AdapterLogitsProcessor, LogitsProcessor):
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """V2: takes the answer of a request that enters a slot; whether it has one."""
-        answer = _answer(sampling_params)
-        self._answers.pop(req_idx, None)
-        if answer is not None:
-            self._answers[req_idx] = answer
-        return answer is not None
+        self._answers[req_idx] = _answer(sampling_params)
+        return self._answers[req_idx] is not None
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
         """Forces the next token in each row of a request with an answer; in V2 a row is one's."""

@@ -62,7 +62,6 @@ def warm_up(
         builder.tables.of_layer(index, replace(rows, offsets=None))
     if builder.graph_queries is not None:
         builder.graph_queries.want(None)
-    builder.state.clear()
 
 
 def _lengths(builder: CudaMetadataBuilder, config: EvictionConfig) -> list[int]:
