@@ -13,6 +13,7 @@ from vllm_kvselect.config import (
     Prefill,
 )
 from vllm_kvselect.request import (
+    FULL_CACHE,
     MAX_KEYS,
     REFUSAL_REASONS,
     REQUEST_KEYS,
@@ -20,7 +21,7 @@ from vllm_kvselect.request import (
     Sampling,
     planned_config,
     refuse_beam_settings,
-    refuse_stray_fields,
+    refuse_stray_settings,
     request_config,
 )
 
@@ -186,7 +187,7 @@ def test_a_change_that_is_not_allowed_says_what_would_allow_it() -> None:
 )
 def test_other_peoples_keys_are_theirs(key: str) -> None:
     assert request_config(SERVER, {key: 1}) is SERVER
-    refuse_stray_fields({key: 1})
+    refuse_stray_settings({key: 1, "extra_body": [{key: {key: 1}}]}, "vllm_xargs")
 
 
 def test_more_keys_than_anybody_sends_are_refused_before_they_are_looked_at() -> None:
@@ -202,14 +203,40 @@ def test_more_keys_than_anybody_sends_are_refused_before_they_are_looked_at() ->
     assert (caught.value.key, caught.value.reason) == ("", "too_many_keys")
     assert planned_config(SERVER, sampling(many_keys)).method == "none"
     with pytest.raises(RequestError, match="65 unknown fields are too many"):
-        refuse_stray_fields(many_keys)
+        refuse_stray_settings(many_keys, "vllm_xargs")
+
+    inside = {"x": [{f"kv {i}": 0 for i in range(MAX_KEYS + 1)}]}
+    with pytest.raises(RequestError, match="65 names of unknown fields are too many"):
+        refuse_stray_settings(inside, "vllm_xargs")
 
 
 @pytest.mark.parametrize("field", ["kv_eviction", "kv_eviction_budget", "kv_evict", "kvEviction"])
 def test_settings_beside_vllm_xargs_are_refused_with_where_they_belong(field: str) -> None:
     with pytest.raises(RequestError, match=r'send it as \{"vllm_xargs": \{"kv_eviction') as caught:
-        refuse_stray_fields(["other", field])
+        refuse_stray_settings({"other": 1, field: 1}, "vllm_xargs")
     assert (caught.value.key, caught.value.reason) == (field, "unknown_key")
+
+
+@pytest.mark.parametrize("key", [*REQUEST_KEYS, "kv_evict", "KV-Prefill"])
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("vllm_xargs", 'send it as {"vllm_xargs": {"kv_'),
+        ("sampling_params.extra_args", 'send it as {"sampling_params": {"extra_args": {"kv_'),
+        (None, "such a request has the server's settings: leave it out"),
+    ],
+)
+def test_settings_inside_of_what_nobody_reads_are_refused(
+    key: str, place: str | None, message: str
+) -> None:
+    for fields, path in (
+        ({"extra_body": {"vllm_xargs": {key: 1}}}, f"extra_body.vllm_xargs.{key}"),
+        ({"a": 1, "b": [[{"c": {}}, {key: 1}]]}, f"b.{key}"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            refuse_stray_settings(fields, place)
+        assert message in str(caught.value)
+        assert (caught.value.key, caught.value.is_field) == (path, True)
 
 
 @many
@@ -231,6 +258,32 @@ def test_a_beam_search_that_asks_for_eviction_is_refused(own: dict[str, Any]) ->
         refuse_beam_settings(OPEN, own)
     assert caught.value.key in own
     assert caught.value.reason == "unsupported"
+
+
+def test_a_beam_search_that_asks_for_a_sparse_prefill_is_refused() -> None:
+    server = EvictionConfig(allow_override=OVERRIDE_NAMES)
+    own = {"kv_eviction": "none", "kv_prefill": "critiprefill"}
+    with pytest.raises(RequestError, match="kv_prefill has no effect with use_beam_search"):
+        refuse_beam_settings(server, own)
+    sparse = EvictionConfig.parse({"prefill": "critiprefill", "allow_override": OVERRIDE_NAMES})
+    refuse_beam_settings(sparse, own | {"kv_prefill": "dense"})
+
+
+@many
+@given(servers, st.integers(1, 5000))
+def test_the_steps_of_a_beam_search_keep_the_full_cache_whatever_the_server_allows(
+    server: EvictionConfig, prompt_interval: int
+) -> None:
+    server = server.model_copy(update={"prompt_interval": prompt_interval})
+    server = server.model_copy(update={"prefill": "critiprefill"})
+    copied = dict(FULL_CACHE)  # what other processes get
+    for extra_args in (FULL_CACHE, copied):
+        config = planned_config(server, sampling(extra_args, 1))
+        assert (config.enabled, config.of(Prefill).prefill) == (False, "dense")
+    assert not request_config(server, FULL_CACHE).enabled
+    if "method" not in server.allow_override and server.enabled:
+        with pytest.raises(RequestError, match="not allowed"):
+            request_config(server, copied)
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_what_is_no_vllm_server_is_refused() -> None:
         Snapshot.parse("process_cpu_seconds_total 1.0\n")
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nowhere"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nowhere", "http://a b"])
 def test_a_server_that_does_not_answer_is_one_line_on_stderr(url: str) -> None:
     result = CliRunner().invoke(app, ["top", "--once", "--url", url])
     assert result.exit_code == 2

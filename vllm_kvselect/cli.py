@@ -1,15 +1,15 @@
 """The package's command `vllm-kvselect`: the small model, methods, plans, contexts, a doctor."""
 
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from vllm_kvselect import __version__
 from vllm_kvselect.calibration.command import calibrate
@@ -19,10 +19,31 @@ from vllm_kvselect.evaluation.command import evaluate
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.parsing import parse_number
 from vllm_kvselect.papers.command import analyze
-from vllm_kvselect.planning.cuts import Role, budget_problem, cuts
+from vllm_kvselect.planning.cuts import budget_problem, cuts
 from vllm_kvselect.store.command import contexts
 from vllm_kvselect.tiny_model import TinyModelError, tiny_model
 from vllm_kvselect.top import Snapshot, TopError, render, watch
+
+_LARGEST = 2**31 - 1
+"""Of a number on a command line: what counts with more of them would never end."""
+
+
+_UsageError: Any = typer.BadParameter.__bases__[0]
+"""What the parser refuses; typer itself has a name for a part of it only."""
+
+
+class _Command(TyperCommand):
+    """Refuses numbers that no option means, whatever the option is."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for name, value in ctx.params.items():
+            # Written so that NaN is refused, too.
+            if isinstance(value, int | float) and not abs(value) <= _LARGEST:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {value} is not accepted; numbers go up to "
+                    f"{_LARGEST}"
+                )
+        return super().invoke(ctx)
 
 
 class _Group(TyperGroup):
@@ -32,8 +53,15 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except (ConfigError, EvaluationError, TinyModelError, TopError) as error:
-            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-            raise typer.Exit(2) from None
+            reason = str(error)
+        except OSError as error:  # of a file or a folder that the user named
+            place = "" if error.filename is None else f"{error.filename}: "
+            reason = f"{place}{error.strerror or error}; name another file or folder"
+        except _UsageError as error:
+            path = (error.ctx or ctx).command_path
+            reason = f"{error.format_message().rstrip('.')}; see {path} --help"
+        typer.echo(f"error: {' '.join(reason.split())}", err=True)
+        raise typer.Exit(2)
 
 
 app = typer.Typer(
@@ -50,11 +78,12 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app.command("analyze")(analyze)
-app.command("evaluate")(evaluate)
-app.command("calibrate")(calibrate)
-app.command("doctor")(doctor)
-app.command("contexts")(contexts)
+_command = partial(app.command, cls=_Command)
+_command("analyze")(analyze)
+_command("evaluate")(evaluate)
+_command("calibrate")(calibrate)
+_command("doctor")(doctor)
+_command("contexts")(contexts)
 
 
 @app.callback()
@@ -67,13 +96,13 @@ def _main(
     """Holds the options of the command as a whole."""
 
 
-@app.command("tiny-model")
+@_command("tiny-model")
 def tiny_model_command() -> None:
     """Print the folder of SmolLM2-135M-Instruct, made on first use."""
     typer.echo(tiny_model())
 
 
-@app.command("fast-dtype")
+@_command("fast-dtype")
 def fast_dtype_command() -> None:
     """Print the data type that this machine's processor multiplies fast, for --dtype."""
     # Here, because it needs torch.
@@ -82,7 +111,7 @@ def fast_dtype_command() -> None:
     typer.echo(dtype_name(fast_dtype()))
 
 
-@app.command("methods")
+@_command("methods")
 def methods_command() -> None:
     """List the methods: what each retains, its cost, its limits, its paper."""
     # Here, because the methods need torch, and the other commands answer without it.
@@ -100,7 +129,7 @@ def methods_command() -> None:
         console.print(facts, "")
 
 
-@app.command("top")
+@_command("top")
 def top_command(
     url: Annotated[str, typer.Option(help="Address of the server.")] = "http://localhost:8000",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between frames.")] = 2.0,
@@ -115,7 +144,7 @@ def top_command(
         watch(url, interval, console)
 
 
-@app.command("plan")
+@_command("plan")
 def plan_command(
     prompt_len: Annotated[int, typer.Option(min=1, help="Length of the prompt in tokens.")],
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 32,
@@ -214,13 +243,15 @@ def _outcome(
     """Counts the blocks of a prompt by their roles once all of it is computed."""
     planned = cuts(num_prompt_tokens, block_size, config, page_size=page_size)
     cut = planned.last_made(num_prompt_tokens)
-    num_dropped = 0 if cut is None else cut.first_packed * page_size
     num_blocks = ceil(num_prompt_tokens / block_size)
-    roles = Counter(planned.role(index, num_prompt_tokens) for index in range(num_blocks))
+    num_dropped, num_freed, first_of_tail = 0, 0, 0
+    if cut is not None:
+        num_dropped = cut.first_packed * page_size
+        num_freed, first_of_tail = cut.num_freed, min(cut.first_of_tail, num_blocks)
     return _Outcome(
         entries=num_prompt_tokens - num_dropped,
-        packed=roles[Role.PACKED],
-        tail=roles[Role.TAIL],
-        freed=roles[Role.FREED],
+        packed=first_of_tail - num_freed,
+        tail=num_blocks - first_of_tail,
+        freed=num_freed,
         most=planned.most_held(num_prompt_tokens, block_size),
     )

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal, Protocol, get_args
 
-from vllm_kvselect.config import METHOD_NAMES, ConfigError, EvictionConfig
+from vllm_kvselect.config import METHOD_NAMES, ConfigError, EvictionConfig, Prefill
 from vllm_kvselect.registry import AUTO
 
 REQUEST_KEYS = {
@@ -41,6 +41,13 @@ Two wrong letters in `kv_eviction` give 0.82. Names that vLLM and others use giv
 
 _LONGEST_LOOKED_AT = 40
 """Letters of a key that are compared: longer ones are too unlike ours anyway."""
+
+FULL_CACHE: dict[str, Any] = {"kv_eviction": "none", "kv_prefill": "dense"}
+"""Settings that our front end gives to the steps of a beam search, whatever the server allows.
+
+It knows them by their identity: from a client the same keys and values are a client's. Scheduler
+and workers see a copy, and plan the same with it whether they accept it or not.
+"""
 
 RefusalReason = Literal[
     "unknown_key", "invalid_value", "not_allowed", "unsupported", "too_many_keys", "too_large"
@@ -86,6 +93,8 @@ def request_config(server: EvictionConfig, extra_args: Mapping[str, Any] | None)
         RequestError: If a key of ours is unknown, values are not accepted alone or together, or the
             server does not allow the change.
     """
+    if extra_args is FULL_CACHE:
+        return _full_cache(server)
     changes = {}
     _refuse_too_many(extra_args or (), "keys of vllm_xargs")
     for key, value in (extra_args or {}).items():
@@ -103,48 +112,92 @@ def request_config(server: EvictionConfig, extra_args: Mapping[str, Any] | None)
     try:
         return _changed(server, **changes)
     except ConfigError as error:  # each is accepted, but not all of them together
-        key = next(key for key, field in REQUEST_KEYS.items() if field in changes)
-        raise RequestError(in_the_requests_words(str(error)), key, "unsupported") from None
+        raise unsupported(str(error), extra_args or {}) from None
 
 
-def refuse_stray_fields(fields: Collection[str]) -> None:
-    """Refuses settings beside `vllm_xargs`, where nobody would read them.
+def unsupported(message: str, extra_args: Mapping[str, Any]) -> RequestError:
+    """The refusal of settings that are judged together.
 
     Args:
-        fields: Names of a request's fields that vLLM does not know.
+        message: What stands against the configuration that they make.
+        extra_args: As in `request_config`; one of its keys is ours.
+
+    Returns:
+        The error, with the first of the request's keys that the message names; with its first one
+        where it names none.
+    """
+    message = _in_the_requests_words(message)
+    ours = [key for key in REQUEST_KEYS if key in extra_args]
+    named = [key for key in ours if re.search(rf"\b{key} = ", message)]
+    return RequestError(message, (named or ours)[0], "unsupported")
+
+
+def refuse_stray_settings(
+    fields: Mapping[str, Any], place: str | None, is_field: bool = True
+) -> None:
+    """Refuses settings where nobody would read them, such as beside `vllm_xargs`.
+
+    A proxy may send them inside of something, so what the fields hold is looked through, too.
+
+    Args:
+        fields: What vLLM ignores of a request, by name.
+        place: Where such a request takes settings; None if nowhere.
+        is_field: As in `RequestError`.
 
     Raises:
-        RequestError: If one of them is a key of ours, or nearly one.
+        RequestError: If one of the names is a key of ours, or nearly one.
     """
     _refuse_too_many(fields, "unknown fields", is_field=True)
-    for field in fields:
-        if meant := _meant(field):
+    found: list[tuple[str, str]] = []
+    pending: list[tuple[str, Any]] = [("", fields)]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, list):
+            pending += [(path, each) for each in value]
+        if not isinstance(value, Mapping):
+            continue
+        for name, inner in value.items():
+            inside = f"{path}.{name}" if path else str(name)
+            pending.append((inside, inner))
+            if _may_be_meant(name):
+                found.append((inside, name))
+    _refuse_too_many(found, "names of unknown fields", is_field=True)
+    for path, name in found:
+        if meant := _meant(name):
             raise RequestError(
-                f"field {field!r} has no effect here; send it as "
-                f'{{"vllm_xargs": {{"{meant}": ...}}}}',
-                field,
+                f"field {path!r} has no effect here; {_where_it_belongs(meant, place)}",
+                path,
                 "unknown_key",
-                is_field=True,
+                is_field,
             )
 
 
-def refuse_beam_settings(server: EvictionConfig, extra_args: Mapping[str, Any] | None) -> None:
-    """Refuses a beam search that asks for eviction.
+def _where_it_belongs(key: str, place: str | None) -> str:
+    if place is None:
+        return "such a request has the server's settings: leave it out"
+    written = f'{{"{key}": ...}}'
+    for name in reversed(place.split(".")):
+        written = f'{{"{name}": {written}}}'
+    return f"send it as {written}"
 
-    vLLM runs each step of each beam as a request of its own, whose prompt ends at that beam and
-    which ends with its first token: nothing is ever dropped.
+
+def refuse_beam_settings(server: EvictionConfig, extra_args: Mapping[str, Any] | None) -> None:
+    """Refuses a beam search that asks for anything but the full cache.
+
+    vLLM runs each step of each beam as a request of its own, and does not hand the client's
+    settings on. All of them run as in stock vLLM (`FULL_CACHE`).
 
     Args:
         server: The server's configuration.
         extra_args: As in `request_config`.
 
     Raises:
-        RequestError: If a setting is not accepted or asks for entries to be dropped.
+        RequestError: If a setting is not accepted or asks for what no step would do.
     """
-    if not request_config(server, extra_args).enabled:
-        return
-    for key in REQUEST_KEYS:
-        if key in (extra_args or {}):
+    asked = request_config(server, extra_args)
+    for key, field in REQUEST_KEYS.items():
+        acts = _is_sparse(asked) if field.startswith("prefill") else asked.enabled
+        if acts and key in (extra_args or {}):
             raise RequestError(
                 f"{key} has no effect with use_beam_search, which keeps the full cache; leave one "
                 "of them out",
@@ -157,9 +210,8 @@ def planned_config(server: EvictionConfig, params: Sampling | None) -> EvictionC
     """Configuration that scheduler and workers plan a request with.
 
     A request for one token drops nothing: that token comes from the full cache, and with it the
-    request gives all of its blocks back. So do the steps of a beam search, which are such requests.
-    Only where a context is marked, or a prompt is cut while it is computed, does that token read
-    what is retained.
+    request gives all of its blocks back. Only where a context is marked, or a prompt is cut while
+    it is computed, does that token read what is retained.
 
     The front end has refused what `request_config` does not accept. Should such a request still
     come, by a way that we do not know, it drops nothing: it must not stop everybody's engine.
@@ -177,20 +229,28 @@ def planned_config(server: EvictionConfig, params: Sampling | None) -> EvictionC
     try:
         config = request_config(server, params.extra_args)
     except RequestError:
-        return _changed(server, method="none", prefill="dense")
+        return _full_cache(server)
     if params.max_tokens == 1 and config.context is None and not config.prompt_interval:
         return _changed(config, method="none")
     return config
 
 
-def in_the_requests_words(message: str) -> str:
+def _in_the_requests_words(message: str) -> str:
     """A message about a configuration, with the keys of a request in place of the fields."""
     for key, field in REQUEST_KEYS.items():
         message = re.sub(rf"\b{field} = ", f"{key} = ", message)
     return message
 
 
-def _refuse_too_many(names: Collection[str], what: str, is_field: bool = False) -> None:
+def _full_cache(server: EvictionConfig) -> EvictionConfig:
+    return _changed(server, method="none", prefill="dense")
+
+
+def _is_sparse(config: EvictionConfig) -> bool:
+    return config.of(Prefill).prefill != "dense"
+
+
+def _refuse_too_many(names: Collection[object], what: str, is_field: bool = False) -> None:
     if len(names) > MAX_KEYS:
         raise RequestError(
             f"{len(names)} {what} are too many; a server with --kv-eviction accepts {MAX_KEYS}",
@@ -198,6 +258,12 @@ def _refuse_too_many(names: Collection[str], what: str, is_field: bool = False) 
             "too_many_keys",
             is_field,
         )
+
+
+def _may_be_meant(key: str) -> bool:
+    """Whether a name needs to be compared with ours: a cheap question, for all of a body."""
+    key = str(key)[:_LONGEST_LOOKED_AT].lower()
+    return any(part in key for part in ("kv", "evict", "prefill"))
 
 
 def _meant(key: str) -> str | None:
@@ -219,7 +285,7 @@ def _checked(server: EvictionConfig, key: str, value: Any) -> Any:
         # Alone: whether all go together is seen later.
         EvictionConfig.parse({"method": "none", **_prefill_of(server), field: value})
     except ConfigError as error:
-        raise RequestError(in_the_requests_words(str(error)), key, "invalid_value") from None
+        raise RequestError(_in_the_requests_words(str(error)), key, "invalid_value") from None
     if field == "method" and value not in METHOD_NAMES:
         raise RequestError(
             f"{key} = {value!r} is not served, only measured off the engine", key, "unsupported"

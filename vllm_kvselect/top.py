@@ -1,9 +1,11 @@
 """`vllm-kvselect top`: a small view of a running server, from its `/metrics`."""
 
+import json
 import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from http.client import HTTPException
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -149,14 +151,35 @@ class Snapshot:
             TopError: If the server does not answer, or is none of vLLM's.
         """
         try:
-            with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=_TIMEOUT) as response:
-                text = response.read().decode()
-        except (OSError, ValueError) as error:
+            text = _text(url, "metrics")
+        except (OSError, ValueError, HTTPException) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise TopError(
                 f"{url} does not answer ({reason}); give the server's address with --url"
             ) from None
-        return cls.parse(text)
+        try:
+            return cls.parse(text)
+        except TopError:
+            if _is_vllm(url):
+                raise TopError(
+                    f"the server at {url} keeps no statistics; start it without --disable-log-stats"
+                ) from None
+            raise
+
+
+def _text(url: str, path: str) -> str:
+    with urllib.request.urlopen(f"{url.rstrip('/')}/{path}", timeout=_TIMEOUT) as response:
+        body: bytes = response.read()
+    return body.decode()
+
+
+def _is_vllm(url: str) -> bool:
+    """Whether a server says which version it is, as those of vLLM do."""
+    try:
+        said = json.loads(_text(url, "version"))
+    except (OSError, ValueError, HTTPException):
+        return False
+    return isinstance(said, dict) and [*said] == ["version"]
 
 
 def _labels(samples: list[Sample], name: str) -> set[str]:

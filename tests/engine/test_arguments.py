@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.engine import start_up as report
 from vllm_kvselect.engine.frontend import arguments
-from vllm_kvselect.engine.frontend import start_up as report
 from vllm_kvselect.engine.scheduler.checked_scheduler import CheckedScheduler
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
 from vllm_kvselect.tiny_model import tiny_model
@@ -70,12 +71,65 @@ def test_options_reach_processes_that_load_plugins_after_reading_the_command_lin
     assert later.additional_config == {"kv_eviction": {"method": "snapkv"}}
 
 
-def test_overrides_are_a_list_of_names() -> None:
-    command = ["--kv-eviction", "none", "--kv-eviction-allow-override", "method,budget"]
-    args = parse(*command)
+@pytest.mark.parametrize(
+    "words",
+    [("method,budget",), ("method", "budget"), ("method, budget",), ("method,", "budget")],
+    ids=["commas", "words", "a comma and a blank", "a comma and a word"],
+)
+def test_overrides_are_a_list_of_names(words: tuple[str, ...]) -> None:
+    args = parse("--kv-eviction", "none", "--kv-eviction-allow-override", *words)
     assert args.additional_config["kv_eviction"]["allow_override"] == ["method", "budget"]
-    config: Any = args.create_engine_config()
+
+
+def test_a_server_whose_requests_may_choose_a_method_has_our_worker() -> None:
+    config: Any = parse(*NONE_BUT_CHOICE, "method").create_engine_config()
     assert config.parallel_config.worker_cls.endswith("EvictionCPUWorker")
+
+
+def test_every_option_may_stand_in_the_config_file_of_vllm(tmp_path: Path) -> None:
+    settings = {
+        "kv-eviction": "snapkv",
+        "kv-eviction-budget": 0.25,
+        "kv-eviction-context": "6k",
+        "kv-eviction-allow-override": ["method", "budget"],
+        "kv-eviction-context-store": str(tmp_path),
+        "kv-eviction-context-store-bytes": "50G",
+        "kv-eviction-check-integrity": True,
+    }
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    args = parse("--config", str(file))
+    assert Path(args.model) == tiny_model()
+    assert args.additional_config["kv_eviction"] == {
+        "method": "snapkv",
+        "budget": 0.25,
+        "context": 6000,
+        "allow_override": ["method", "budget"],
+        "context_store": str(tmp_path),
+        "context_store_bytes": 50 * 2**30,
+        "check_integrity": True,
+    }
+
+
+def test_a_flag_of_a_file_is_switched_off_on_the_command_line(tmp_path: Path) -> None:
+    vllms, ours = tmp_path / "serve.yaml", tmp_path / "eviction.yaml"
+    vllms.write_text("kv-eviction: snapkv\nkv-eviction-check-integrity: true\n")
+    ours.write_text("method: snapkv\ncheck_integrity: true\n")
+    off = "--no-kv-eviction-check-integrity"
+    args = parse("--config", str(vllms), off)
+    assert not EvictionConfig.parse(args.additional_config["kv_eviction"]).check_integrity
+    args = parse("--kv-eviction-config", str(ours), off)
+    assert args.additional_config["kv_eviction"] == {"method": "snapkv", "check_integrity": False}
+    assert "kv_eviction" not in parse(off).additional_config
+
+
+@pytest.mark.parametrize("text", ["50G", "50g", "1.5g", "1000000"])
+def test_numbers_are_read_as_vllm_reads_its_own(text: str) -> None:
+    options = ("--kv-cache-memory-bytes", text, "--kv-eviction", "adakv")
+    for name in ("budget", "context-store-bytes"):
+        args = parse(*options, f"--kv-eviction-{name}", text, "--kv-eviction-context-store", "f")
+        value = args.additional_config["kv_eviction"][name.replace("-", "_")]
+        assert value == args.kv_cache_memory_bytes
 
 
 def test_help_shows_what_holds_where_an_option_is_not_given() -> None:
@@ -165,6 +219,9 @@ def test_a_budget_of_one_is_an_entry_and_one_point_zero_is_everything() -> None:
             ("--kv-eviction", "adakv", "--kv-eviction-allow-override", "window"),
             "allow_override = 'window' is not accepted",
         ),
+        (("--kv-eviction", "adakv", "--kv-eviction-allow-override", ","), "at least one name"),
+        (("--kv-eviction", "adakv", "--kv-eviction-context-store-bytes", "5e10"), "valid integer"),
+        (("--kv-eviction", "adakv", "--kv-eviction-budget", "1.5G"), "Decimals are not allowed"),
     ],
 )
 def test_bad_options_end_with_one_line(

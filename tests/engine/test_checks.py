@@ -31,9 +31,9 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.engine import flash_attention
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine import platforms
+from vllm_kvselect.engine import start_up as report
 from vllm_kvselect.engine.cuda import backends
 from vllm_kvselect.engine.frontend import arguments
-from vllm_kvselect.engine.frontend import start_up as report
 from vllm_kvselect.engine.frontend.arguments import choose_scheduler
 from vllm_kvselect.engine.frontend.checks import refuse_unsupported
 from vllm_kvselect.engine.models import (

@@ -24,7 +24,7 @@ from tests.load.mixture import (
     serve_alone,
 )
 from tests.load.mixture import SETTINGS as MIXED
-from vllm_kvselect.engine.frontend.start_up import block_bytes
+from vllm_kvselect.engine.start_up import block_bytes
 
 pytestmark = pytest.mark.xdist_group("drafters")
 NUM_LAYERS = 8  # EAGLE3 looks at three different ones

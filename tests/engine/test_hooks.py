@@ -5,11 +5,12 @@ import importlib.util
 import inspect
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
@@ -17,10 +18,14 @@ import vllm
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.generate.beam_search import offline, online
+from vllm.entrypoints.generate.beam_search import utils as beam_utils
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine import serving as engine_serving
 from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.exceptions import VLLMClientError
 from vllm.plugins import load_general_plugins
+from vllm.sampling_params import BeamSearchParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.hashing import sha256
 from vllm.v1 import cudagraph_dispatcher
@@ -41,6 +46,7 @@ from vllm_kvselect.engine.cuda import graphs
 from vllm_kvselect.engine.frontend import arguments, metrics, requests
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.planning.cuts import cuts
+from vllm_kvselect.request import FULL_CACHE
 from vllm_kvselect.tiny_model import tiny_model
 
 PATCHES = Path(__file__).parents[2] / "patches"
@@ -78,7 +84,8 @@ def load_patched(tmp_path: Path) -> Any:
         for name in touched:
             merged = [tmp_path / "vllm" / name, base / name, installed / name]
             subprocess.run(["git", "merge-file", *map(str, merged)], check=True)
-        name = f"patched_{Path(file).stem}"
+        # In its own package, for its relative imports.
+        name = ".".join(["vllm", *Path(file).parent.parts, f"patched_{Path(file).stem}"])
         spec = importlib.util.spec_from_file_location(name, tmp_path / "vllm" / file)
         assert spec is not None
         assert spec.loader is not None
@@ -244,6 +251,7 @@ def test_body_hook_does_what_its_patch_does(load_patched: Any, eviction_config: 
         {"use_beam_search": True, "vllm_xargs": {"kv_eviction_budget": 256}},
         {"use_beam_search": True},
         {"some_field": 1, "vllm_xargs": {"session_id": "a"}},
+        {"extra_body": {"vllm_xargs": {"kv_eviction": "none"}}},
     ]
     found = []
     for serving_class in (BaseServing, patched.BaseServing):
@@ -258,14 +266,135 @@ def test_body_hook_does_what_its_patch_does(load_patched: Any, eviction_config: 
                 found.append(asyncio.run(serving._check_model(request)))
             except VLLMClientError as error:
                 found.append((str(error), error.parameter))
-    assert found[:5] == found[5:]
-    assert [answer and answer[1] for answer in found[:5]] == [
+    assert found[:6] == found[6:]
+    assert [answer and answer[1] for answer in found[:6]] == [
         "kv_eviction_budget",
         "vllm_xargs.kv_eviction",
         "vllm_xargs.kv_eviction_budget",
         None,
         None,
+        "extra_body.vllm_xargs.kv_eviction",
     ]
+
+
+@pytest.mark.parametrize(
+    ("file", "serving", "serve", "body", "extra", "param"),
+    [
+        (
+            "anthropic/serving.py",
+            "AnthropicServingMessages",
+            "create_messages",
+            {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+            {"extra_body": {"vllm_xargs": {"kv_eviction": "none"}}},
+            "extra_body.vllm_xargs.kv_eviction",
+        ),
+        (
+            "scale_out/token_in_token_out/serving.py",
+            "ServingTokens",
+            "serve_tokens",
+            {"token_ids": [1]},
+            {"sampling_params": {"kv_eviction": "none"}},
+            "sampling_params.kv_eviction",
+        ),
+    ],
+)
+def test_field_hook_does_what_its_patch_does(
+    file: str,
+    serving: str,
+    serve: str,
+    body: dict[str, Any],
+    extra: dict[str, Any],
+    param: str,
+    load_patched: Any,
+    eviction_config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not vllm.__version__.startswith("0.32.0"):
+        pytest.importorskip("orjson")  # which its server needs, and this environment may lack
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+
+    checks = [requests.check_dropped_fields]
+    monkeypatch.setattr(engine_serving, "FIELD_CHECKS", checks, raising=False)
+    patched = load_patched("0006", f"entrypoints/{file}")
+    name = ".".join(["vllm.entrypoints", *Path(file).with_suffix("").parts])
+    kind = {"create_messages": AnthropicMessagesRequest, "serve_tokens": GenerateRequest}[serve]
+    for module in (importlib.import_module(name), patched):
+        handler = object.__new__(getattr(module, serving))
+        if module is not patched:
+            BaseServing.__init__(handler, Mock(), Mock())
+        handler._check_model = handler.to_chat_completion_request = Mock(
+            side_effect=StepTaken("served")
+        )
+        handler._merge_inline_system = False
+        handler.engine_client = Mock(vllm_config=eviction_config, logger_manager=None)
+        function = getattr(handler, serve)
+        for more, message in (({}, "served"), ({"x": {"y": [1]}}, "served"), (extra, param)):
+            fields = {"sampling_params": {}, **body, **more}
+            raw_request = Mock(json=AsyncMock(return_value=fields))
+            with pytest.raises(VLLMClientError, match=message):
+                asyncio.run(function(kind.model_validate(fields), raw_request))
+        with pytest.raises(VLLMClientError, match="served"):  # not over HTTP
+            asyncio.run(function(kind.model_validate(fields)))
+
+
+class StepTaken(VLLMClientError):  # noqa: N818
+    """Ends a beam search at its first step."""
+
+
+@pytest.mark.parametrize("evicts", [True, False])
+def test_beam_search_hook_does_what_its_patch_does(
+    evicts: bool, load_patched: Any, eviction_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beam_utils, "STEP_CHECKS", [requests.keep_full_cache], raising=False)
+    folder = "entrypoints/generate/beam_search"
+    assert load_patched("0007", f"{folder}/utils.py").STEP_CHECKS == []
+    patched = [load_patched("0007", f"{folder}/{name}.py") for name in ("offline", "online")]
+    config = eviction_config if evicts else SimpleNamespace(additional_config={})
+    seen: list[Any] = []
+
+    def take(params: Any) -> None:
+        seen.append(params.extra_args)
+        raise StepTaken
+
+    async def add_request(name: str, prompt: Any, params: Any, **_: Any) -> None:
+        take(params)
+
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
+    tokenizer = SimpleNamespace(eos_token_id=2)
+    for module, is_hooked in ((online, True), (patched[1], False)):
+        engine = Mock(vllm_config=config, logger_manager=None, log_requests=False)
+        engine.input_processor.generation_config_fields = {}
+        engine.add_request = add_request
+        generate = AsyncLLM.generate if is_hooked else AsyncLLM.generate.__wrapped__
+        engine.generate = partial(generate, engine)
+        serving = Mock(engine_client=engine, **{"renderer.get_tokenizer.return_value": tokenizer})
+        search = module.BeamSearchOnlineMixin.beam_search(serving, prompt, "a", params)
+        with pytest.raises(StepTaken):
+            asyncio.run(anext(search))
+    for module, is_hooked in ((offline, True), (patched[0], False)):
+        engine = Mock(vllm_config=config, logger_manager=None)
+        engine.input_processor.generation_config_fields = {}
+        engine.input_processor.process_inputs.side_effect = lambda *given, **_: take(given[2])
+        add = LLMEngine.add_request if is_hooked else LLMEngine.add_request.__wrapped__
+        mixin = module.BeamSearchOfflineMixin
+        llm = Mock(llm_engine=engine, **{"renderer.get_tokenizer.return_value": tokenizer})
+        llm._preprocess_cmpl.return_value = [prompt]
+        llm._lora_request_to_seq.return_value = [None]
+        llm._params_to_seq = lambda params, count: [params] * count
+        llm._priority_to_seq.return_value = [0]
+        llm._beam_search_step = partial(mixin._beam_search_step, llm)
+        llm._render_and_run_requests = lambda prompts, params, add=add, engine=engine, **_: add(
+            engine, "a", next(iter(prompts)), params[0]
+        )
+        with pytest.raises(StepTaken):
+            mixin.beam_search(llm, [prompt], params)
+    assert [settings is FULL_CACHE for settings in seen] == [evicts] * 4
+    # What comes after a search is none of its steps.
+    engine = SimpleNamespace(vllm_config=config, logger_manager=None)
+    AsyncLLM.generate(engine, prompt, after := SamplingParams(), "a")
+    assert after.extra_args is None
 
 
 def test_stat_logger_hook_does_what_its_patch_does(
@@ -386,6 +515,9 @@ def test_installing_twice_changes_nothing() -> None:
         (AsyncLLM, "add_request"),
         (LLMEngine, "add_request"),
         (BaseServing, "_check_model"),
+        (BaseServing, "__init__"),
+        (offline.BeamSearchOfflineMixin, "beam_search"),
+        (online.BeamSearchOnlineMixin, "beam_search"),
         (loggers.StatLoggerManager, "__init__"),
     )
     before = [getattr(owner, name) for owner, name in hooked]

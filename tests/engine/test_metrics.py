@@ -49,6 +49,7 @@ def test_gauges_do_not_depend_on_which_front_end_hears_first(
     config = EngineArgs(
         str(tiny_model()), max_model_len=2048, additional_config={CONFIG_KEY: eviction}
     ).create_engine_config()
+    config.parallel_config._api_process_count = 2
     hearing = [0]  # the last one is the front end whose turn it is
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     monkeypatch.setattr(values, "ValueClass", values.MultiProcessValue(lambda: hearing[-1]))

@@ -20,6 +20,7 @@ COORDINATORS = "vllm.v1.core.kv_cache_coordinator"
 TRITON = "vllm.v1.attention.backends.triton_attn"
 FLASH = "vllm.v1.attention.backends.flash_attn"
 REGISTRY = "vllm.v1.attention.backends.registry"
+BEAMS = "vllm.entrypoints.generate.beam_search"
 MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
 
 WHERE = {
@@ -32,6 +33,8 @@ WHERE = {
     "AttentionImpl": "vllm.v1.attention.backend:AttentionImpl",
     "AttentionMetadataBuilder": "vllm.v1.attention.backend:AttentionMetadataBuilder",
     "BaseServing": "vllm.entrypoints.serve.engine.serving:BaseServing",
+    "BeamSearchOfflineMixin": f"{BEAMS}.offline:BeamSearchOfflineMixin",
+    "BeamSearchOnlineMixin": f"{BEAMS}.online:BeamSearchOnlineMixin",
     "BlockPool": "vllm.v1.core.block_pool:BlockPool",
     "CacheConfig": "vllm.config:CacheConfig",
     "CachedRequestData": "vllm.v1.core.sched.output:CachedRequestData",

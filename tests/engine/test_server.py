@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.engine.server import (
     BLOCK_SIZE,
@@ -16,7 +17,9 @@ from tests.engine.server import (
     post,
     readings,
     refusal,
+    serving,
 )
+from vllm_kvselect.cli import app
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.planning.cuts import cuts
 
@@ -59,3 +62,12 @@ def test_help_has_a_group_of_its_own() -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     for option in ("--kv-eviction ", "-budget", "-window", "-alpha", "-allow-override", "-config"):
         assert option in result.stdout
+
+
+def test_top_says_of_a_server_without_statistics_that_it_keeps_none(tmp_path: Path) -> None:
+    with serving(tmp_path, "--kv-eviction", "snapkv", "--disable-log-stats") as url:
+        result = CliRunner().invoke(app, ["top", "--once", "--url", url])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: the server at {url} keeps no statistics; start it without --disable-log-stats\n"
+    )

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AfmoeConfig
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from tests.engine.random_models import SHAPE
 from vllm_kvselect.config import ConfigError
@@ -129,7 +130,7 @@ class AsyncEngine:
 
 def test_the_workers_are_asked_once_and_one_without_projections_is_enough() -> None:
     engine = AsyncEngine("adakv", [{}, {"output projection": "no projections here"}])
-    body = SimpleNamespace(model_extra=None, vllm_xargs={"kv_eviction": "thetakv"})
+    body = CompletionRequest(prompt="a", vllm_xargs={"kv_eviction": "thetakv"})
     for _ in range(2):
         with pytest.raises(RequestRefusedError, match="no projections here") as caught:
             asyncio.run(check_body(engine, body))

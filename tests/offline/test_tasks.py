@@ -84,6 +84,13 @@ def test_pairs_ask_for_one_of_the_lines(tokenizer: PreTrainedTokenizerBase) -> N
         pairs(tokenizer, [], 1, 30, 0)
 
 
+def test_pairs_fill_long_prompts_until_numbers_run_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    (case,) = pairs(tokenizer, [], 1, 10_000, 0)  # more tokens than there are numbers
+    assert len(case.context) + len(case.question) == 10_000
+    with pytest.raises(EvaluationError, match="takes more pairs than there are; shorten it"):
+        pairs(tokenizer, [], 1, 10**6, 0)
+
+
 @pytest.mark.parametrize("task", ["passage", "needle", "several"])
 def test_texts_that_do_not_fit_are_refused(task: str, tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(EvaluationError, match="too short for a prompt of"):

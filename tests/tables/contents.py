@@ -110,11 +110,15 @@ def options() -> dict[str, str]:
 
 @cache
 def actions() -> tuple[tuple[str, str, str], ...]:
-    """What the command line takes from us: the field it goes to, the option, its help."""
+    """What the command line takes from us: the field, the option in all its forms, its help."""
     parser = argparse.ArgumentParser(add_help=False)
     add_cli_args(parser)
     return tuple(
-        (action.dest.removeprefix("kv_eviction_"), action.option_strings[0], shown(action.help))
+        (
+            action.dest.removeprefix("kv_eviction_"),
+            "`, `".join(action.option_strings),
+            shown(action.help),
+        )
         for action in parser._actions
     )
 

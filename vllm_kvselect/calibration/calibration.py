@@ -17,7 +17,7 @@ from vllm_kvselect.calibration.tuning import tuned
 from vllm_kvselect.machine import dtype_name
 from vllm_kvselect.offline.attention import attending_layers
 from vllm_kvselect.offline.models import load_model, load_tokenizer, model_folder
-from vllm_kvselect.probes.file import ModelFacts, Probe, ProbeFacts, QualityFacts
+from vllm_kvselect.probes.file import ModelFacts, Probe, ProbeFacts, QualityFacts, make_place
 from vllm_kvselect.probes.fingerprint import fingerprint
 from vllm_kvselect.probes.places import default_path
 from vllm_kvselect.tiny_model import NAME
@@ -39,6 +39,8 @@ def calibrated(config: CalibrationConfig) -> tuple[Path, ProbeFacts]:
         EvaluationError: If the model cannot be loaded or calibrated, or if the texts do not fit.
         ConfigError: If its weights are not kept as safetensors, or the file cannot be written.
     """
+    if config.out is not None:
+        make_place(config.out)
     model, tokenizer = load_model(config.model, config.dtype), load_tokenizer(config.model)
     of_model = model_facts(model, config.model)
     contexts = contexts_to_fit(tokenizer, config)

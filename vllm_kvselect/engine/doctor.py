@@ -209,8 +209,8 @@ def _model(name: str) -> str:
     """Makes the configuration of a server; what is not its own to refuse, vLLM refuses."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_kvselect.engine.frontend.start_up import why_slow
     from vllm_kvselect.engine.models import layer_types
+    from vllm_kvselect.engine.start_up import why_slow
 
     settings = {"skip_tokenizer_init": True, "additional_config": {CONFIG_KEY: {}}}
     vllm_config = EngineArgs(model=name, **settings).create_engine_config()

@@ -1,16 +1,20 @@
-"""Five of the six places where vLLM has no public extension point, one function each.
+"""Six of the seven places where vLLM has no public extension point, one function each.
 
 Each has a matching diff in `patches/` in the form it would be sent upstream. What a hook replaces
 is compared with the source it was written for (`sources.py`). Where it differs, eviction is
 refused.
-The sixth is in `cuda/graphs.py`, since only workers on CUDA need it.
+The seventh is in `cuda/graphs.py`, since only workers on CUDA need it.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator, UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -20,6 +24,9 @@ from vllm.v1.metrics.loggers import StatLoggerManager
 
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.sources import KNOWN_SOURCES, source_digest, unknown_vllm
+
+_in_beam_search: ContextVar[bool] = ContextVar("in_beam_search", default=False)
+"""Whether requests that are made now are steps of a beam search."""
 
 
 def install() -> None:
@@ -32,6 +39,7 @@ def install() -> None:
         hook_cache_hits()
         hook_requests()
         hook_bodies()
+        hook_beam_searches()
         hook_stat_loggers()
 
 
@@ -42,6 +50,9 @@ def unknown_sources() -> list[str]:
         AsyncLLM.add_request,
         LLMEngine.add_request,
         BaseServing._check_model,
+        BaseServing.__init__,
+        BeamSearchOfflineMixin.beam_search,
+        BeamSearchOnlineMixin.beam_search,
         StatLoggerManager.__init__,
         EngineArgs.from_cli_args,
         KVCacheManager.get_computed_blocks,
@@ -166,6 +177,8 @@ def hook_requests() -> None:
     ) -> Any:
         from vllm_kvselect.engine.frontend import requests
 
+        if _in_beam_search.get():
+            requests.keep_full_cache(self, sampling_params)
         requests.check_request(self, prompt, sampling_params)
         return generate(self, prompt, sampling_params, *args, **kwargs)
 
@@ -175,6 +188,8 @@ def hook_requests() -> None:
     ) -> Any:
         from vllm_kvselect.engine.frontend import requests
 
+        if _in_beam_search.get():
+            requests.keep_full_cache(self, params)
         requests.check_request(self, prompt, params)
         return add_request(self, request_id, prompt, params, *args, **kwargs)
 
@@ -195,9 +210,10 @@ def hook_requests() -> None:
 def hook_bodies() -> None:
     """Checks the bodies of HTTP requests for what does not reach the engine (patches/0006).
 
-    vLLM drops fields that it does not know, and for a beam search all of `vllm_xargs`.
+    vLLM ignores fields that it does not know, and for a beam search all of `vllm_xargs`. Bodies of
+    two endpoints lose such fields when they are validated: there the request itself has them.
     """
-    check_model = BaseServing._check_model
+    check_model, init = BaseServing._check_model, BaseServing.__init__
 
     @functools.wraps(check_model)
     async def check_model_hook(self: BaseServing, request: Any) -> Any:
@@ -207,7 +223,67 @@ def hook_bodies() -> None:
             await requests.check_body(engine, request)
         return await check_model(self, request)
 
+    @functools.wraps(init)
+    def init_hook(self: BaseServing, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        for name in _SERVE_RAW:
+            if (serve := getattr(self, name, None)) is not None:
+                setattr(self, name, functools.partial(serve_checked, self, serve))
+
+    async def serve_checked(
+        handler: Any, serve: Callable[..., Any], request: Any, raw_request: Any = None
+    ) -> Any:
+        from vllm_kvselect.engine.frontend import requests
+
+        await requests.check_dropped_fields(handler.engine_client, request, raw_request)
+        return await serve(request, raw_request)
+
     BaseServing._check_model = check_model_hook
+    BaseServing.__init__ = init_hook
+
+
+_SERVE_RAW = ("serve_tokens", "create_messages")
+"""Methods of handlers, of `/inference/v1/generate` and `/v1/messages`, that get the request, too.
+
+Found on the handlers: importing their classes would bring all of vLLM's server into every process.
+"""
+
+
+def hook_beam_searches() -> None:
+    """Lets the steps of a beam search keep the full cache (patches/0007).
+
+    vLLM makes a request of each, with sampling parameters of its own, in which nothing says so.
+    """
+    search, search_online = BeamSearchOfflineMixin.beam_search, BeamSearchOnlineMixin.beam_search
+
+    @functools.wraps(search)
+    def search_hook(self: BeamSearchOfflineMixin, *args: Any, **kwargs: Any) -> Any:
+        with _making_steps():
+            return search(self, *args, **kwargs)
+
+    @functools.wraps(search_online)
+    async def search_online_hook(
+        self: BeamSearchOnlineMixin, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        async with aclosing(search_online(self, *args, **kwargs)) as outputs:
+            while True:
+                with _making_steps():  # who takes an output may make other requests
+                    output = await anext(outputs, None)
+                if output is None:
+                    return
+                yield output
+
+    BeamSearchOfflineMixin.beam_search = search_hook
+    BeamSearchOnlineMixin.beam_search = search_online_hook
+
+
+@contextmanager
+def _making_steps() -> Iterator[None]:
+    token = _in_beam_search.set(True)
+    try:
+        yield
+    finally:
+        _in_beam_search.reset(token)
 
 
 def hook_stat_loggers() -> None:

@@ -11,6 +11,15 @@ KNOWN_SOURCES = {
     "AsyncLLM.generate": {"0.32.0": "5bd0ee90459b0e29", "0.33.0": "f8205b7b520cf747"},
     "AsyncLLM.add_request": {"0.32.0": "ec36c4501b3260fe", "0.33.0": "ec36c4501b3260fe"},
     "BaseServing._check_model": {"0.32.0": "5a2f4707ffb7f367", "0.33.0": "5a2f4707ffb7f367"},
+    "BaseServing.__init__": {"0.32.0": "d5a8db4404bf6927", "0.33.0": "d5a8db4404bf6927"},
+    "BeamSearchOfflineMixin.beam_search": {
+        "0.32.0": "b4b93229fd76b6a8",
+        "0.33.0": "b26ce80f21700f36",
+    },
+    "BeamSearchOnlineMixin.beam_search": {
+        "0.32.0": "e2e6d1893a8f2c1d",
+        "0.33.0": "9944b62f623cd7d3",
+    },
     "LLMEngine.add_request": {"0.32.0": "155a97cc606d46ca", "0.33.0": "155a97cc606d46ca"},
     "StatLoggerManager.__init__": {"0.32.0": "6e75cf036af8369b", "0.33.0": "6e75cf036af8369b"},
     "EngineArgs.from_cli_args": {"0.32.0": "51a013f61829ac5c", "0.33.0": "51a013f61829ac5c"},

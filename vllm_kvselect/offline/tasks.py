@@ -222,6 +222,10 @@ def _needle(
     )
 
 
+_MOST_PAIRS = 9000
+"""As many as numbers of four digits."""
+
+
 def _pairs(
     tokenizer: "PreTrainedTokenizerBase", rng: random.Random, prompt_len: int, depth: float
 ) -> Case:
@@ -229,10 +233,14 @@ def _pairs(
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     begin = tokenizer.encode("")  # a BOS token, where the model wants one
-    numbers = rng.sample(range(1000, 10000), prompt_len)
+    numbers = rng.sample(range(1000, 10000), min(prompt_len, _MOST_PAIRS))
     tokens: list[int] = []
     lines: list[tuple[int, list[int], list[int]]] = []
     while len(tokens) < prompt_len:
+        if len(lines) == _MOST_PAIRS:
+            raise EvaluationError(
+                f"a prompt of {prompt_len} tokens takes more pairs than there are; shorten it"
+            )
         cue = encode(f"\nRoute {numbers[len(lines)]} goes from")
         answer = encode(f" {' to '.join(rng.sample(CITIES, 2))}")
         lines.append((len(tokens), cue, answer))

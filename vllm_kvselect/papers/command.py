@@ -71,6 +71,7 @@ def analyze(
         remedy = "pip install '.[eval]' in a checkout"
         raise EvaluationError(f"the analysis needs {error.name}: {remedy}") from None
 
+    config.out.mkdir(parents=True, exist_ok=True)  # what cannot be written is told before the work
     started = time.perf_counter()
     study = Study(config)
     findings = ANALYSES[config.analysis](study)

@@ -57,7 +57,12 @@ class Cut:
         """What it makes of a block of the block table."""
         if block_index < self.num_freed:
             return Role.FREED
-        return Role.PACKED if block_index * self.per_block < self.tail_start else Role.TAIL
+        return Role.PACKED if block_index < self.first_of_tail else Role.TAIL
+
+    @property
+    def first_of_tail(self) -> int:
+        """Index of the first block that is all tail."""
+        return ceil(self.tail_start / self.per_block)
 
 
 class Cuts(tuple[Cut, ...]):

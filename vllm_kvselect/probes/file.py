@@ -112,10 +112,10 @@ class Probe(NamedTuple):
         Raises:
             ConfigError: If it cannot be written.
         """
+        make_place(path)
         unfinished = path.with_name(f".{path.name}.unfinished")
         metadata = {"format": _FORMAT, _FACTS: self.facts.model_dump_json()}
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             save_file({_WEIGHTS: self.weights.contiguous()}, unfinished, metadata)
             unfinished.replace(path)
         except (OSError, SafetensorError) as error:
@@ -158,3 +158,17 @@ class Probe(NamedTuple):
                 f"its model needs float32 of {facts.model.shape}; {again} anew"
             )
         return cls(weights, facts)
+
+
+def make_place(path: Path) -> None:
+    """Makes the folder for a probe's file; asked before hours are spent on what goes into it.
+
+    Raises:
+        ConfigError: If there can be no such file.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name the file to write")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}") from None

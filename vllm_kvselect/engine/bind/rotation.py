@@ -17,6 +17,8 @@ from vllm_kvselect.scoring.rotation import Rotation, explains
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
+_UNTRIED = "it cannot be tried how it rotates queries"
+
 
 def find_rotations(
     model: nn.Module, model_config: ModelConfig, device: torch.device
@@ -118,8 +120,8 @@ def _rotated(
     given = arguments(parent, parts, hidden)
     if given is None:
         raise _UnknownError(
-            f"{type(parent).__name__} wants more than positions and hidden states, so that it "
-            "cannot be tried how it rotates queries"
+            f"{type(parent).__name__} wants more than positions and hidden states, so that "
+            f"{_UNTRIED}"
         )
 
     def reached(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> None:
@@ -134,5 +136,7 @@ def _rotated(
         return query, key
     except Exception as error:  # whatever a model's code may need that is not there
         logger.debug("no trial run of %s: %s", type(parent).__name__, error)
-        raise _UnknownError(f"{type(parent).__name__} cannot be run alone: {error}") from None
+        raise _UnknownError(
+            f"{type(parent).__name__} cannot be run alone, so that {_UNTRIED}"
+        ) from None
     raise _UnknownError(f"{type(parent).__name__} does not call its attention layer")

@@ -12,9 +12,9 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_kvselect.config import CONFIG_KEY, METHOD_NAMES, ConfigError, EvictionConfig
 from vllm_kvselect.engine import refusal
+from vllm_kvselect.engine import start_up as report
 from vllm_kvselect.engine.cuda.backends import choose_backend, log_backend
 from vllm_kvselect.engine.frontend import auto
-from vllm_kvselect.engine.frontend import start_up as report
 from vllm_kvselect.engine.frontend.chat_template import turn_start
 from vllm_kvselect.engine.frontend.checks import refuse_unsupported
 from vllm_kvselect.engine.frontend.options import add_cli_args as add_cli_args
@@ -51,6 +51,8 @@ def from_cli_args(engine_args: EngineArgs, args: argparse.Namespace) -> None:
     options = given_options(args)
     path, additional = getattr(args, "kv_eviction_config", None), engine_args.additional_config
     settings = _settings(additional)
+    if path is None and settings is None:  # there is nothing that could be switched off
+        options = {name: value for name, value in options.items() if value is not False}
     if options or path is not None or settings is not None:
         refusal.end_with_one_line()
     if not options and path is None:

@@ -13,9 +13,9 @@ from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, Schedule
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_kvselect.engine.frontend.arguments import server_config
-from vllm_kvselect.engine.frontend.start_up import block_bytes, block_entries
 from vllm_kvselect.engine.platforms import block_size_of, page_size_of
 from vllm_kvselect.engine.report import ContextReport, StepReport
+from vllm_kvselect.engine.start_up import block_bytes, block_entries
 from vllm_kvselect.request import REFUSAL_REASONS, RefusalReason
 
 _RATIOS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -26,7 +26,9 @@ class EvictionStatLogger(AggregateStatLoggerBase):
     """Turns the reports of the workers into Prometheus metrics with vLLM's names and labels.
 
     Of several front ends each gets some of an engine's reports, in no order among them. So reports
-    say by how much something has changed, and what front ends have counted is summed.
+    say by how much something has changed, and what front ends have counted is summed. A single one
+    also hears that nobody is served any more: offline no step follows in which workers would say
+    what that leaves.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -39,6 +41,8 @@ class EvictionStatLogger(AggregateStatLoggerBase):
         num_pages = block_size_of(vllm_config) // self._page_size
         self._entries_per_page = block_entries(vllm_config) // num_pages
         self._bytes_per_block = block_bytes(vllm_config)
+        self._is_single = vllm_config.parallel_config._api_process_count == 1
+        self._num_saved = dict.fromkeys(engine_indexes, 0)
         labels = {index: [model.served_model_name, str(index)] for index in engine_indexes}
 
         def make(kind: Any, name: str, text: str, **settings: Any) -> Any:
@@ -131,6 +135,9 @@ class EvictionStatLogger(AggregateStatLoggerBase):
             self._held_bytes[engine_idx].inc(held.num_blocks * self._bytes_per_block)
         if (report := StepReport.take(scheduler_stats)) is not None:
             self._record(report, engine_idx)
+        is_idle = not (scheduler_stats.num_running_reqs or scheduler_stats.num_waiting_reqs)
+        if self._is_single:
+            self._saved[engine_idx].set(0 if is_idle else self._num_saved[engine_idx])
 
     def _record(self, report: StepReport, engine_idx: int) -> None:
         for num_prompt_tokens, num_blocks, num_pages in report.prompts:
@@ -157,6 +164,7 @@ class EvictionStatLogger(AggregateStatLoggerBase):
         self._not_stored[engine_idx].inc(report.num_not_stored)
         if report.selection_seconds:
             self._seconds[engine_idx].observe(report.selection_seconds)
+        self._num_saved[engine_idx] += report.num_more_saved
         self._saved[engine_idx].inc(report.num_more_saved)
 
     def record_refusal(self, reason: RefusalReason) -> None:

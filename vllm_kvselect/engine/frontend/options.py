@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from vllm.utils.argparse_utils import human_readable_int
+
 from vllm_kvselect.config import OVERRIDE_NAMES, ConfigError, EvictionConfig, keys
 from vllm_kvselect.registry import AUTO, METHODS, nearest
 
@@ -124,16 +126,19 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--kv-eviction-allow-override",
-        type=lambda text: _field("allow_override", text.split(",")),
-        metavar="FIELD[,FIELD]",
+        action=_List,
+        nargs="+",
+        metavar="FIELD",
         help=_help(
-            f"What a request may choose for itself: {', '.join(OVERRIDE_NAMES)}.", "nothing"
+            "What a request may choose for itself, with blanks or commas between: "
+            f"{', '.join(OVERRIDE_NAMES)}.",
+            "nothing",
         ),
     )
     _add_store_args(group)
     group.add_argument(
         "--kv-eviction-check-integrity",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         default=None,
         help=_help(
             "Check all KV cache blocks after every step; stop requests whose blocks are wrong.",
@@ -151,6 +156,30 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     _add_prefill_args(group)
 
 
+class _List(argparse.Action):
+    """A list as vLLM's own options take one, in several words; commas may part names, too.
+
+    A list in the YAML file of `--config` arrives as several words.
+    """
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Puts the names into the namespace, once they are accepted."""
+        names = " ".join(values).replace(",", " ").split()
+        try:
+            if not names:
+                raise argparse.ArgumentTypeError("expected at least one name")
+            _field(self.dest.removeprefix("kv_eviction_"), names)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        setattr(namespace, self.dest, names)
+
+
 def _add_store_args(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--kv-eviction-context-store",
@@ -165,7 +194,10 @@ def _add_store_args(group: argparse._ArgumentGroup) -> None:
         "--kv-eviction-context-store-bytes",
         type=_bytes,
         metavar="BYTES",
-        help=_help("Bytes that its files may take; the least recently used ones go.", "no bound"),
+        help=_help(
+            "Bytes that its files may take, such as 50G; the least recently used ones go.",
+            "no bound",
+        ),
     )
 
 
@@ -213,9 +245,12 @@ def _help(text: str, default: object) -> str:
 
 
 def _number(text: str) -> int | float:
-    """An int where the text is one, else a float: 1 entry is not the fraction 1.0."""
+    """An int where the text is one as vLLM reads them, such as 8k, else a float.
+
+    1 entry is not the fraction 1.0.
+    """
     try:
-        return int(text)
+        return human_readable_int(text)
     except ValueError:
         return _share(text)
 

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -19,12 +20,13 @@ from vllm_kvselect.planning.cuts import most_blocks
 from vllm_kvselect.planning.plan import plan
 from vllm_kvselect.registry import METHODS, methods_without
 from vllm_kvselect.request import (
+    FULL_CACHE,
     REQUEST_KEYS,
     RequestError,
-    in_the_requests_words,
     refuse_beam_settings,
-    refuse_stray_fields,
+    refuse_stray_settings,
     request_config,
+    unsupported,
 )
 from vllm_kvselect.scorers import Need
 
@@ -37,6 +39,17 @@ _problems: WeakKeyDictionary[Any, dict[Need, str]] = WeakKeyDictionary()
 
 class RequestRefusedError(VLLMValidationError, ValueError):
     """A request that cannot be honoured: 400 over HTTP, a `ValueError` offline."""
+
+
+def keep_full_cache(engine: Any, params: Any) -> None:
+    """Lets a step of a beam search keep the full cache: nobody asks which settings it shall have.
+
+    Args:
+        engine: vLLM's `AsyncLLM` or `LLMEngine`.
+        params: The step's sampling parameters, which vLLM has made for it.
+    """
+    if server_config(engine.vllm_config) is not None:
+        params.extra_args = FULL_CACHE
 
 
 def check_request(engine: Any, prompt: Any, params: Any) -> None:
@@ -57,6 +70,8 @@ def check_request(engine: Any, prompt: Any, params: Any) -> None:
         _refuse_input_streams(prompt)
         extra_args = _extra_args(prompt, params)
         eviction = request_config(server, extra_args)
+        others = {k: v for k, v in (extra_args or {}).items() if k not in REQUEST_KEYS}
+        refuse_stray_settings(others, _settings(engine), is_field=False)
         if eviction.context == "chat" and not server.turn_start:
             raise RequestError(
                 "the model's chat template does not say how a user's turn begins; mark the context "
@@ -65,7 +80,7 @@ def check_request(engine: Any, prompt: Any, params: Any) -> None:
                 "unsupported",
             )
         if eviction.enabled and eviction != server:
-            _refuse_unsupported(engine.vllm_config, server, extra_args or {})
+            _refuse_unsupported(engine.vllm_config, eviction, extra_args or {})
         _refuse_media(engine.vllm_config, eviction, prompt)
         _refuse_too_large(engine, server, prompt, params)
         if isinstance(engine, LLMEngine) and (needs := _new_needs(server, eviction)):
@@ -93,7 +108,8 @@ async def check_needs(engine: Any, prompt: Any, params: Any) -> None:
 async def check_body(engine: Any, request: Any) -> None:
     """Refuses what only the body of an HTTP request shows, before a response begins.
 
-    These are settings beside `vllm_xargs`, and those of a beam search, which vLLM does not hand on.
+    These are settings in fields that vLLM does not know, and those of a beam search, which it does
+    not hand on.
 
     Args:
         engine: The server's `AsyncLLM`.
@@ -106,11 +122,42 @@ async def check_body(engine: Any, request: Any) -> None:
     if server is None:
         return
     extra_args = getattr(request, "vllm_xargs", None)
+    # A batch of chats hands what it does not know on to its chats.
+    takes = "vllm_xargs" in type(request).model_fields or _is_batch(request)
+    place = "vllm_xargs" if takes else None
+    unknown = {k: v for k, v in (request.model_extra or {}).items() if k != place}
     with _refusing(engine):
-        refuse_stray_fields(getattr(request, "model_extra", None) or ())
+        refuse_stray_settings(unknown, place)
         if getattr(request, "use_beam_search", False):
             refuse_beam_settings(server, extra_args)
     await _check_needs(engine, extra_args)
+
+
+async def check_dropped_fields(engine: Any, request: Any, raw_request: Any) -> None:
+    """Refuses settings in fields of an HTTP request that its validated body no longer has.
+
+    Args:
+        engine: The server's `AsyncLLM`.
+        request: The validated body, of a kind that drops fields that vLLM does not know.
+        raw_request: What it was made of, read and parsed before; None where there was no HTTP.
+
+    Raises:
+        RequestRefusedError: With the reason and what to do.
+    """
+    if raw_request is None or server_config(engine.vllm_config) is None:
+        return
+    fields, known = await raw_request.json(), type(request).model_fields
+    unknown = {name: value for name, value in fields.items() if name not in known}
+    place = "vllm_xargs"
+    if isinstance(sampling := fields.get("sampling_params"), dict) and place not in known:
+        place, of_sampling = "sampling_params.extra_args", SamplingParams.__struct_fields__
+        unknown["sampling_params"] = {k: v for k, v in sampling.items() if k not in of_sampling}
+    with _refusing(engine):
+        refuse_stray_settings(unknown, place)
+
+
+def _is_batch(request: Any) -> bool:
+    return hasattr(request, "to_chat_completion_request")
 
 
 async def _check_needs(engine: Any, extra_args: dict[str, Any] | None) -> None:
@@ -165,8 +212,12 @@ def _parameter(engine: Any, error: RequestError) -> str | None:
     """What is at fault, as the client wrote it; None if it is no single field."""
     if error.is_field:
         return error.key or None
-    settings = "extra_args" if isinstance(engine, LLMEngine) else "vllm_xargs"
-    return f"{settings}.{error.key}" if error.key else settings
+    return f"{_settings(engine)}.{error.key}" if error.key else _settings(engine)
+
+
+def _settings(engine: Any) -> str:
+    """Where requests of an engine have their settings."""
+    return "extra_args" if isinstance(engine, LLMEngine) else "vllm_xargs"
 
 
 def _extra_args(prompt: Any, params: Any) -> dict[str, Any] | None:
@@ -270,13 +321,8 @@ def _refuse_input_streams(prompt: Any) -> None:
 
 
 def _refuse_unsupported(
-    vllm_config: VllmConfig, server: EvictionConfig, extra_args: dict[str, Any]
+    vllm_config: VllmConfig, eviction: EvictionConfig, extra_args: dict[str, Any]
 ) -> None:
-    """Refuses what the server could not have been started with, one setting after the other."""
-    settings: dict[str, Any] = {}
-    for key in REQUEST_KEYS:
-        if key not in extra_args:
-            continue
-        settings[key] = extra_args[key]
-        if problems := settings_problems(vllm_config, request_config(server, settings)):
-            raise RequestError(in_the_requests_words("; ".join(problems)), key, "unsupported")
+    """Refuses what the server could not have been started with."""
+    if problems := settings_problems(vllm_config, eviction):
+        raise unsupported("; ".join(problems), extra_args)

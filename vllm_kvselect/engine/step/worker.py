@@ -32,15 +32,17 @@ from vllm_kvselect.engine.models import (
     refuse_mixed_groups,
     refuse_other_options,
 )
-from vllm_kvselect.engine.platforms import fixed_page_size
+from vllm_kvselect.engine.platforms import fixed_page_size, page_size_of
 from vllm_kvselect.engine.refusal import notes_refusals
 from vllm_kvselect.engine.report import StepReport
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, with_eviction
+from vllm_kvselect.engine.start_up import is_length_open, log_retained
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
 from vllm_kvselect.engine.step.contexts import StoredContexts
 from vllm_kvselect.engine.step.layer import HeadwiseImpl
 from vllm_kvselect.engine.store.identity import StoreIdentity, store_identity
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
+from vllm_kvselect.planning.cuts import budget_problem
 from vllm_kvselect.registry import METHODS, best_method
 from vllm_kvselect.scorers import Need, ProbeFile
 from vllm_kvselect.scoring.value_norms import OutputProjection
@@ -63,6 +65,7 @@ class EvictionWorker(ABC):
     vllm_config: VllmConfig
     model_config: ModelConfig
     device: torch.device
+    rank: int
     model_runner: Any
     use_v2_model_runner: bool
 
@@ -132,6 +135,8 @@ class EvictionWorker(ABC):
         """Allocates the KV cache, then connects builders and layers to the state beside it."""
         refuse_other_options(kv_cache_config, self._eviction)
         refuse_mixed_groups(kv_cache_config, self.vllm_config)
+        if is_length_open(self.vllm_config):
+            self._take_note_of_length()
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         for index, group in enumerate(kv_cache_config.kv_cache_groups):
             spec = group.kv_cache_spec
@@ -154,6 +159,18 @@ class EvictionWorker(ABC):
         if self._store is not None:
             [builder] = self._started
             self._contexts = StoredContexts.of(builder, self._eviction, self.model_config.model)
+
+    def _take_note_of_length(self) -> None:
+        """What the front end checks and says of `max_model_len`, where vLLM fitted it to the pool.
+
+        Raises:
+            ConfigError: If the budget is too small for prompts of that length.
+        """
+        sizes = self.model_config.max_model_len, page_size_of(self.vllm_config)
+        if problem := budget_problem(*sizes, self._eviction):
+            raise ConfigError(f"--max-model-len auto leaves too short prompts here: {problem}")
+        if self.rank == 0 and not self.vllm_config.parallel_config.data_parallel_rank:
+            log_retained(self.vllm_config, self._eviction)
 
     def shutdown(self) -> None:
         """vLLM's, once contexts that are being stored are written."""

@@ -23,7 +23,7 @@ logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging se
 
 
 def log_start(vllm_config: VllmConfig, eviction: EvictionConfig, choice: str = "") -> None:
-    """Logs what is retained, and warns where that is nothing or the data type is a slow one.
+    """Logs which method `auto` takes, and what is retained, where that is known before the start.
 
     Args:
         vllm_config: vLLM's finished configuration.
@@ -32,6 +32,22 @@ def log_start(vllm_config: VllmConfig, eviction: EvictionConfig, choice: str = "
     """
     if choice:
         logger.info("%s", choice)
+    if not is_length_open(vllm_config):
+        log_retained(vllm_config, eviction)
+
+
+def is_length_open(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM fits `max_model_len` to the pool, and a worker is the first to know it."""
+    return bool(vllm_config.model_config.original_max_model_len == -1)
+
+
+def log_retained(vllm_config: VllmConfig, eviction: EvictionConfig) -> None:
+    """Logs what is retained, and warns where that is nothing or the data type is a slow one.
+
+    Args:
+        vllm_config: vLLM's finished configuration.
+        eviction: The validated configuration.
+    """
     if useless := why_nothing_is_dropped(vllm_config, eviction):
         logger.warning("%s", useless)
     else:
