@@ -186,7 +186,7 @@ def eviction_stats(llm: "LLM", job: Job) -> dict[str, float]:
             then would be stock.
     """
     if not _evicts(job):
-        return {"selection_seconds": 0.0, "later_seconds": 0.0, "num_evicted": 0}
+        return {"selection_seconds": 0.0, "num_evicted": 0}
     workers = llm.collective_rpc("kv_eviction_stats")
     stats = {key: max(worker[key] for worker in workers) for key in workers[0]}
     block_size = llm.llm_engine.vllm_config.cache_config.block_size

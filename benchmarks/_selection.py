@@ -12,6 +12,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cpu
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.machine import fast_dtype
+from vllm_kvselect.paging.compaction import head_pages
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.parts import scorer_named
@@ -91,7 +92,7 @@ def parts(
     scorer = kernels.scorer(scorer_named(method.scores))
     allocate = getattr(kernels, method.allocator)
     scores = scorer(inputs, config)[:, :num_tokens]
-    pages = allocate(scores, num_packed, block_size, config)
+    pages = allocate(scores[None], [num_packed], block_size, config)[0]
     budgets = pages * block_size
     options = (budgets, num_retained, config.alpha, config.eps)
     retained = kernels.select_pruned(scores, scores, value, prepared, *options)
@@ -110,7 +111,7 @@ def parts(
         ),
         Part(
             "allocation",
-            lambda: allocate(scores, num_packed, block_size, config),
+            lambda: allocate(scores[None], [num_packed], block_size, config),
             row,
             0,
         ),
@@ -123,21 +124,26 @@ def parts(
             + 2 * num_norms * shape.head_size * shape.group * shape.hidden_size,
         ),
         *(_reads_of_pages(shape, retained, num_tokens, kernels) if device == "cpu" else []),
-        *(_reads_of_tensors(key, value, retained, kernels) if device != "cpu" else []),
+        *(_moves(shape, retained, num_tokens, kernels) if device != "cpu" else []),
     ]
 
 
-def _reads_of_tensors(
-    key: torch.Tensor, value: torch.Tensor, retained: torch.Tensor, kernels: Kernels
+def _moves(
+    shape: LayerShape, retained: torch.Tensor, num_tokens: int, kernels: Kernels
 ) -> list[Part]:
-    """Reads where keys and values are at hand."""
-    num_tokens, num_bytes = value.shape[1], 4 * retained.numel() * value.shape[2] * value.itemsize
-    gather = kernels.gather_entries
+    """Moves into packed blocks, where keys and values stand side by side."""
+    size, width = shape.block_size, 2 * shape.head_size
+    blocks = torch.randperm(num_tokens // size, device=retained.device)
+    memory = torch.zeros(
+        (len(blocks), shape.kv_heads, size, width), dtype=dtype_on("cuda"), device=retained.device
+    )
+    pages = head_pages(blocks, shape.kv_heads)
+    packed = blocks[-(retained.numel() // (shape.kv_heads * size)) :]
     return [
         Part(
-            "gathering",
-            lambda: [gather(part, retained, num_tokens) for part in (key, value)],
-            num_bytes,
+            "moving",
+            lambda: kernels.move_retained(memory, pages, retained, num_tokens, packed),
+            4 * retained.numel() * width * memory.itemsize,
             0,
         )
     ]

@@ -1,10 +1,10 @@
 """How selection grows with the prompt: its share of the prefill, and the memory it takes.
 
-The shares are the plugin's own clock around selection and packing, before and after the first
-token, over stock vLLM's prefill of the same prompt, one prompt at a time, both in fresh processes
-by turns. Memory is what one layer's selection adds to the peak of a process's resident memory, on
-random tensors in the shape of the small model. Of methods that remember something of a prompt, such
-as `h2o` and `layer-probe`, one layer alone does not tell it. The last line of the output is one
+The share is the plugin's own clock around selection and packing, between a prompt's first token and
+its second, over stock vLLM's prefill of the same prompt, one prompt at a time, both in fresh
+processes by turns. Memory is what one layer's selection adds to the peak of a process's resident
+memory, on random tensors in the shape of the small model. Of methods that remember a number of each
+entry, such as `layer-probe`, one layer alone does not tell it. The last line of the output is one
 JSON object.
 """
 
@@ -74,7 +74,7 @@ def main(
     with Console(stderr=True).status("memory"):
         memory = [
             None
-            if METHODS[method].scorer.memory is not None
+            if METHODS[method].scorer.keeps_scores
             else run_child(__file__, {"memory_of": length, "eviction": eviction})["bytes"]
             for length in all_lengths
         ]
@@ -89,37 +89,28 @@ def _row(index: int, length: int, measured: dict[str, list[Result]]) -> dict[str
     stock, plugin = (
         [each["prefill_seconds"][index] for each in measured[name]] for name in ("stock", "plugin")
     )
-    before, after = (
-        [each[part][index] for each in measured["plugin"]]
-        for part in ("before_first_token", "after_first_token")
-    )
-    shares = [ours / theirs for ours, theirs in zip(before, stock, strict=True)]
-    total = [(b + a) / theirs for b, a, theirs in zip(before, after, stock, strict=True)]
+    selection = [each["selection_seconds"][index] for each in measured["plugin"]]
+    shares = [ours / theirs for ours, theirs in zip(selection, stock, strict=True)]
     return {
         "tokens": length,
         "stock_seconds": round(statistics.median(stock), 4),
         "plugin_seconds": round(statistics.median(plugin), 4),
-        "before_first_token_seconds": round(statistics.median(before), 4),
+        "selection_seconds": round(statistics.median(selection), 4),
         "share": round(statistics.median(shares), 4),
-        "after_first_token_seconds": round(statistics.median(after), 4),
-        "share_of_both": round(statistics.median(total), 4),
     }
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
     table = Table(title="Selection by length of the prompt")
-    seconds = ("prefill, stock", "prefill, plugin", "before first token", "after it")
-    for column in ("tokens", *seconds, "share before", "share of both", "memory"):
+    for column in ("tokens", "prefill, stock", "prefill, plugin", "selection", "share", "memory"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
             str(row["tokens"]),
             f"{row['stock_seconds']:.3f} s",
             f"{row['plugin_seconds']:.3f} s",
-            f"{row['before_first_token_seconds'] * 1e3:.1f} ms",
-            f"{row['after_first_token_seconds'] * 1e3:.1f} ms",
+            f"{row['selection_seconds'] * 1e3:.1f} ms",
             f"{row['share']:.1%}",
-            f"{row['share_of_both']:.1%}",
             "-" if row["memory_bytes"] is None else f"{row['memory_bytes'] / MIB:.1f} MiB",
         )
     table_console().print(table)
@@ -134,7 +125,7 @@ def measure(job: Job) -> Result:
 
     llm = LLM(**engine_arguments(job))
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
-    prefill, before, after = [], [], []
+    prefill, selection = [], []
     for length in job["lengths"]:
         prompts, _ = plain_prompts(tokenizer, job["num_prompts"] + 1, length)
         _first_token_seconds(llm, prompts[-1:])  # what is done once for a length is done here
@@ -142,11 +133,9 @@ def measure(job: Job) -> Result:
         reset_eviction_stats(llm, job)
         prefill.append(_first_token_seconds(llm, prompts[:-1]))
         stats = eviction_stats(llm, {**job, "prompts": prompts[:-1]})
-        after.append(stats["later_seconds"] / job["num_prompts"])
-        before.append(stats["selection_seconds"] / job["num_prompts"] - after[-1])
+        selection.append(stats["selection_seconds"] / job["num_prompts"])
         empty_prefix_cache(llm)
-    parts = {"before_first_token": before, "after_first_token": after}
-    return {"prefill_seconds": prefill, **parts, **describe(llm)}
+    return {"prefill_seconds": prefill, "selection_seconds": selection, **describe(llm)}
 
 
 def _first_token_seconds(llm: "LLM", prompts: list[list[int]]) -> float:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.strategies import Layer, Shape, rotation, scoring_inputs
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.registry import METHODS
+from vllm_kvselect.registry import KNOWN_METHODS, METHODS
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
@@ -17,7 +17,7 @@ class MethodCase:
     """A method with some parameters away from their defaults.
 
     Attributes:
-        method: Key of `METHODS`.
+        method: Key of `KNOWN_METHODS`.
         values: Further fields of `EvictionConfig`.
     """
 
@@ -35,10 +35,10 @@ class MethodCase:
 
     def inputs(self, shape: Shape, layer: Layer, layer_index: int = 0) -> ScoringInputs:
         """What the method is given of a layer, which may have more tokens than the prompt."""
-        method = METHODS[self.method]
+        method = KNOWN_METHODS[self.method]
         prompt = slice(shape.num_prompt_tokens)
         return scoring_inputs(
-            layer.prompt_query[prompt] if method.whole_prompt else layer.query,
+            layer.prompt_query[prompt] if method.scorer.whole_prompt else layer.query,
             layer.key[:, prompt],
             shape.scale,
             layer.value[:, : shape.num_tokens],
@@ -51,7 +51,7 @@ class MethodCase:
 
 
 METHOD_CASES: tuple[MethodCase, ...] = (
-    *(MethodCase(name) for name in METHODS),
+    *(MethodCase(name) for name, method in KNOWN_METHODS.items() if not method.scorer.replay),
     MethodCase("streaming-llm", {"num_sinks": 0}),
     MethodCase("streaming-llm", {"num_sinks": 1000}),
     MethodCase("random", {"seed": 2**32 - 1}),
@@ -89,11 +89,13 @@ METHOD_CASES: tuple[MethodCase, ...] = (
     MethodCase("layer-thetakv", {"lam": 0.0, "safeguard": 0.0}),
 )
 
+SERVED_CASES = tuple(case for case in METHOD_CASES if case.method in METHODS)
+
 every_method_case = pytest.mark.parametrize(
     "case", METHOD_CASES, ids=[case.name for case in METHOD_CASES]
 )
 every_pooled_case = pytest.mark.parametrize(
     "case",
-    [case for case in METHOD_CASES if METHODS[case.method].pooled],
+    [case for case in METHOD_CASES if KNOWN_METHODS[case.method].pooled],
     ids=lambda case: case.name,
 )

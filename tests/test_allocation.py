@@ -1,6 +1,7 @@
 from fractions import Fraction
 from itertools import pairwise
 from math import floor, nextafter
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import oracle
-from tests.strategies import kv_heads, many, tied_scores
+from tests.strategies import few, kv_heads, many, seeds, tied_scores
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.kernels.base import Allocator
 from vllm_kvselect.selecting.allocation import (
     adaptive_pages,
     pyramid_blocks,
@@ -31,12 +33,24 @@ def allocations(draw: st.DrawFn) -> tuple[list[list[int]], int, int, float]:
     return scores, num_packed, block_size, draw(safeguards)
 
 
-def adaptive(scores: oracle.Matrix, packed: int, block_size: int, safeguard: float) -> list[int]:
-    tensor = torch.tensor(scores, dtype=torch.float32)
-    config = EvictionConfig(safeguard=safeguard)
-    pages = adaptive_pages(tensor, packed, block_size, config)
+def pages_of(
+    allocator: Allocator,
+    scores: oracle.Matrix | torch.Tensor,
+    packed: int,
+    block_size: int,
+    **parameters: Any,
+) -> list[int]:
+    """Pages of the heads of one segment."""
+    segment = torch.as_tensor(scores, dtype=torch.float32)[None]
+    pages = allocator(segment, [packed], block_size, EvictionConfig.parse(parameters))
     assert pages.dtype == torch.int64
-    return pages.tolist()
+    assert pages.shape == segment.shape[:2]
+    (of_heads,) = pages.tolist()
+    return list(of_heads)
+
+
+def adaptive(scores: oracle.Matrix, packed: int, block_size: int, safeguard: float) -> list[int]:
+    return pages_of(adaptive_pages, scores, packed, block_size, safeguard=safeguard)
 
 
 @many
@@ -87,11 +101,7 @@ def test_the_floor_is_respected_up_to_page_rounding(
 def test_a_safeguard_of_one_is_even(case: tuple[list[list[int]], int, int, float]) -> None:
     scores, num_packed, block_size, _ = case
     assert adaptive(scores, num_packed, block_size, 1.0) == [num_packed] * len(scores)
-    config = EvictionConfig()
-    tensor = torch.tensor(scores, dtype=torch.float32)
-    assert uniform_pages(tensor, num_packed, block_size, config).tolist() == [num_packed] * len(
-        scores
-    )
+    assert pages_of(uniform_pages, scores, num_packed, block_size) == [num_packed] * len(scores)
 
 
 @many
@@ -100,31 +110,51 @@ def test_a_minimum_equals_the_oracle_and_is_kept(
     case: tuple[list[list[int]], int, int, float],
 ) -> None:
     scores, num_packed, block_size, safeguard = case
-    config = EvictionConfig(safeguard=safeguard, floor="minimum")
-    tensor = torch.tensor(scores, dtype=torch.float32)
-    pages = adaptive_pages(tensor, num_packed, block_size, config)
-    assert pages.tolist() == oracle.adaptive_pages(*case, "minimum")
-    assert int(pages.sum()) == num_packed * len(scores)
+    floor = {"safeguard": safeguard, "floor": "minimum"}
+    pages = pages_of(adaptive_pages, scores, num_packed, block_size, **floor)
+    assert pages == oracle.adaptive_pages(*case, "minimum")
+    assert sum(pages) == num_packed * len(scores)
     least = int(safeguard * num_packed * block_size)
-    assert int(pages.min()) >= least // block_size
-    assert int(pages.max()) <= len(scores[0]) // block_size
+    assert min(pages) >= least // block_size
+    assert max(pages) <= len(scores[0]) // block_size
+
+
+@few
+@given(st.lists(st.tuples(st.integers(1, 4), seeds), min_size=1, max_size=4), kv_heads)
+def test_segments_know_nothing_of_each_other(
+    segments: list[tuple[int, int]], num_heads: int
+) -> None:
+    """Each has packed blocks of its own, as the layers of a pyramid."""
+    num_packed = [packed for packed, _ in segments]
+    scores = torch.stack([tied(seed, num_heads, 4 * 8) for _, seed in segments])
+    for allocator in (uniform_pages, adaptive_pages, shared_pages):
+        for kind in ("blend", "minimum"):
+            pages = allocator(scores, num_packed, 8, EvictionConfig.parse({"floor": kind}))
+            alone = [
+                pages_of(allocator, segment, packed, 8, floor=kind)
+                for segment, packed in zip(scores, num_packed, strict=True)
+            ]
+            assert pages.tolist() == alone
+
+
+def tied(seed: int, *shape: int) -> torch.Tensor:
+    """A few different scores."""
+    return torch.randint(4, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
 @many
 @given(allocations())
 def test_shared_pages_have_no_floor(case: tuple[list[list[int]], int, int, float]) -> None:
     scores, num_packed, block_size, _ = case
-    tensor = torch.tensor(scores, dtype=torch.float32)
-    pages = shared_pages(tensor, num_packed, block_size, EvictionConfig())
-    assert pages.tolist() == adaptive(scores, num_packed, block_size, 0.0)
+    pages = pages_of(shared_pages, scores, num_packed, block_size)
+    assert pages == adaptive(scores, num_packed, block_size, 0.0)
 
 
 def test_a_minimum_leaves_more_to_the_rich_than_a_blend() -> None:
     """A blend moves only the part above the floor; a minimum binds poor heads alone."""
     scores = [[0] * 64, [1] * 16 + [0] * 48, [1] * 64]  # 16, 16 and 64 of the best 96
-    tensor = torch.tensor(scores, dtype=torch.float32)
     blend, minimum = (
-        adaptive_pages(tensor, 4, 8, EvictionConfig(safeguard=0.5, floor=floor)).tolist()
+        pages_of(adaptive_pages, scores, 4, 8, safeguard=0.5, floor=floor)
         for floor in ("blend", "minimum")
     )
     assert blend == [3, 3, 6]
@@ -184,8 +214,7 @@ def test_the_safeguard_is_rounded_to_the_nearest_fraction() -> None:
 def test_strided_scores_are_read_by_head() -> None:
     scores = torch.zeros(40, 2, dtype=torch.float32)
     scores[:, 1] = 1
-    config = EvictionConfig(safeguard=0.0)
-    assert adaptive_pages(scores.t()[:, :32], 2, 8, config).tolist() == [0, 4]
+    assert pages_of(adaptive_pages, scores.t()[:, :32], 2, 8, safeguard=0.0) == [0, 4]
 
 
 @pytest.mark.parametrize("num_bad", [1, 20, 64])
@@ -193,7 +222,7 @@ def test_the_sum_is_exact_even_for_scores_that_are_not_numbers(num_bad: int) -> 
     """A broken model must not break the blocks' bookkeeping: other requests share the pool."""
     scores = torch.rand(3, 64, generator=torch.Generator().manual_seed(0))
     scores[1, :num_bad] = torch.nan
-    pages = adaptive_pages(scores, 3, 8, EvictionConfig())
-    assert int(pages.sum()) == 9
-    assert int(pages.min()) >= 0
-    assert int(pages.max()) <= 8
+    pages = pages_of(adaptive_pages, scores, 3, 8)
+    assert sum(pages) == 9
+    assert min(pages) >= 0
+    assert max(pages) <= 8

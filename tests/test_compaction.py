@@ -24,17 +24,10 @@ from tests.strategies import (
 )
 from vllm_kvselect.choice import retain, retain_pool, score_layer
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.paging.compaction import (
-    gather_from_blocks,
-    packed_slots,
-    pool_slots,
-    retained_slots,
-    run_pages,
-    scatter_entries,
-)
+from vllm_kvselect.paging.compaction import head_pages, move_retained, packed_slots, run_pages
 from vllm_kvselect.paging.page_table import PageTable, headwise_page_table
 from vllm_kvselect.planning.cuts import Cut, cuts
-from vllm_kvselect.registry import METHODS
+from vllm_kvselect.registry import KNOWN_METHODS
 from vllm_kvselect.selecting.ranking import Candidates
 
 block_ids = st.lists(st.integers(1, 500), min_size=1, max_size=6, unique=True)
@@ -72,24 +65,21 @@ def test_slots_are_the_oracles_whatever_the_budgets(
 
 
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
-def test_entries_with_k_and_v_side_by_side_are_gathered_before_they_are_scattered(
-    integers: torch.dtype,
-) -> None:
+def test_entries_are_gathered_before_they_are_scattered(integers: torch.dtype) -> None:
     """Block 4 is packed and read from at once. Codes say block, slot and offset of an entry."""
     num_heads, block_size, num_competing = 2, 4, 8
     codes = torch.arange(6 * num_heads * block_size).view(6, num_heads, block_size, 1)
-    cache = torch.cat((codes, -codes), dim=-1)
+    memory = torch.cat((codes, -codes), dim=-1)
     blocks = torch.tensor([5, 4], dtype=integers)
     # Head 0 retains tokens 0, 3, 4 and 7, head 1 token 5, then 2, 6 and 1 for good measure.
-    retained = torch.tensor([0, 3, 4, 7, 13, 10, 14, 9])
-    gathered = gather_from_blocks(cache, blocks, retained, num_competing)
-    before = cache.clone()
-    scatter_entries(cache, packed_slots(blocks[1:], num_heads, block_size), gathered)
+    retained, before = torch.tensor([0, 3, 4, 7, 13, 10, 14, 9]), memory.clone()
+    pages = head_pages(blocks, num_heads)
+    move_retained(memory, pages, retained, num_competing, blocks[1:])
     expected = [before[5, 0, 0], before[5, 0, 3], before[4, 0, 0], before[4, 0, 3]]
     expected += [before[4, 1, 1], before[5, 1, 2], before[4, 1, 2], before[5, 1, 1]]
-    assert torch.equal(cache[4].flatten(0, 1), torch.stack(expected))
-    before[4] = cache[4]
-    assert torch.equal(cache, before)
+    assert torch.equal(memory[4].flatten(0, 1), torch.stack(expected))
+    before[4] = memory[4]
+    assert torch.equal(memory, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -97,39 +87,6 @@ def test_slots_do_not_overflow_with_int32_block_ids(dtype: torch.dtype) -> None:
     """Slots pass 2**31 in a cache of 33 million blocks of 64 entries, pages do not."""
     slots = packed_slots(torch.tensor([2**27], dtype=dtype), 8, 64)
     assert slots.tolist() == list(range(2**36, 2**36 + 8 * 64))
-
-
-@many
-@given(st.data(), block_ids, kv_heads, st.sampled_from((1, 4, 16)), st.integers(1, 3))
-def test_slots_of_a_pool_are_those_of_its_layers_one_after_the_other(
-    data: st.DataObject, blocks: list[int], num_kv_heads: int, block_size: int, num_layers: int
-) -> None:
-    num_blocks = 501
-    expected = [
-        ((layer * num_blocks + block) * num_kv_heads + slot) * block_size + offset
-        for layer in range(num_layers)
-        for block in blocks
-        for slot in range(num_kv_heads)
-        for offset in range(block_size)
-    ]
-    cache = (num_kv_heads, block_size)
-    assert pool_slots(torch.tensor(blocks), *cache, num_layers, num_blocks).tolist() == expected
-    # A prompt in these very blocks: entries are where vLLM wrote them.
-    num_tokens = len(blocks) * block_size
-    places = st.tuples(
-        st.integers(0, num_layers - 1),
-        st.integers(0, num_kv_heads - 1),
-        st.integers(0, num_tokens - 1),
-    )
-    retained = data.draw(st.lists(places, min_size=1, max_size=5))
-    flat = [(layer * num_kv_heads + head) * num_tokens + token for layer, head, token in retained]
-    expected = [
-        ((layer * num_blocks + blocks[token // block_size]) * num_kv_heads + head) * block_size
-        + token % block_size
-        for layer, head, token in retained
-    ]
-    args = torch.tensor(flat), num_tokens, torch.tensor(blocks)
-    assert retained_slots(*args, *cache, num_blocks).tolist() == expected
 
 
 # --- a toy paged cache, end to end ----------------------------------------------------------------
@@ -181,21 +138,15 @@ class ToyCache:
         num_kv_heads = shape.num_kv_heads
         num_tokens = cut.tail_start * self.block_size
         packed = prompt.blocks[cut.first_packed : cut.tail_start]
-        if METHODS[config.method].pooled:
+        if KNOWN_METHODS[config.method].pooled:
             self.compact_pool(prompt, case, config, torch.tensor(packed))
             self.free_blocks(prompt, cut.first_packed)
             return
         for memory, layer in zip(self.memory, prompt.layers, strict=True):
             retention = retain(case.inputs(shape, layer), cut.num_packed, self.block_size, config)
-            one_head = memory.view(-1, memory.shape[-1])
+            pages = head_pages(torch.tensor(prompt.blocks), num_kv_heads)
+            move_retained(memory, pages, retention.retained, num_tokens, torch.tensor(packed))
             entries = [divmod(index, num_tokens) for index in retention.retained.tolist()]
-            sources = []
-            for head, token in entries:
-                index, offset = divmod(token, self.block_size)
-                page = prompt.blocks[index] * num_kv_heads + head
-                sources.append(page * self.block_size + offset)
-            targets = packed_slots(torch.tensor(packed), num_kv_heads, self.block_size)
-            one_head[targets] = one_head[torch.tensor(sources)]
             prompt.retained.append(set(entries))
             prompt.pages.append(retention.offsets.diff().tolist())
         self.free_blocks(prompt, cut.first_packed)
@@ -213,12 +164,11 @@ class ToyCache:
         ]
         stacked = Candidates.stack(candidates)
         retention = retain_pool(stacked, prompt.cut.num_packed, self.block_size, config)
-        one_head = self.memory.view(-1, self.memory.shape[-1])
-        blocks = torch.tensor(prompt.blocks)
-        cache = (num_heads, self.block_size)
-        sources = retained_slots(retention.retained, num_tokens, blocks, *cache, num_blocks)
-        targets = pool_slots(packed, *cache, num_layers, num_blocks)
-        one_head[targets] = one_head[sources]
+        starts = [layer * num_blocks for layer in range(num_layers)]
+        held = torch.tensor(prompt.blocks)
+        pages = torch.cat([head_pages(held + start, num_heads) for start in starts])
+        targets = torch.cat([packed + start for start in starts])
+        move_retained(self.memory.flatten(0, 1), pages, retention.retained, num_tokens, targets)
         flat = [divmod(index, num_tokens) for index in retention.retained.tolist()]
         for layer, pages in enumerate(retention.offsets.diff().view(num_layers, -1).tolist()):
             own = {(o % num_heads, token) for o, token in flat if o // num_heads == layer}

@@ -23,9 +23,9 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     ({"decode_budget": -1}, "decode_budget = -1", "greater than or equal to 0"),
     ({"decode_budget": 0.5}, "decode_budget = 0.5", "valid integer"),
     (
-        {"method": "expected-attention", "decode_budget": 512},
-        "decode_budget = 512 is not accepted with method = 'expected-attention'",
-        "set it to 0, or take one of streaming-llm, random, h2o, h2o-perturb",
+        {"method": "defensivekv", "decode_budget": 512},
+        "decode_budget = 512 is not accepted with method = 'defensivekv'",
+        "set it to 0, or take one of streaming-llm, random, knorm, keydiff",
     ),
     (
         {"context": 1000, "decode_budget": 512},
@@ -36,7 +36,7 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     ({"check_integrity": 1}, "check_integrity = 1", "valid boolean"),
     ({"context": 0}, "context = 0", "greater than or equal to 1"),
     ({"context": "last"}, "context = 'last'", "'chat'"),
-    ({"cut_at_once": "no"}, "cut_at_once = 'no'", "valid boolean"),
+    ({"check_integrity": "no"}, "check_integrity = 'no'", "valid boolean"),
     ({"turn_start": ["user"]}, "turn_start = 'user'", "valid integer"),
     ({"window": 0}, "window = 0", "greater than or equal to 1"),
     ({"window": 32.0}, "window = 32.0", "valid integer"),
@@ -105,9 +105,9 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
         "did you mean 'budget'? accepted keys: method, budget, prompt_interval",
     ),
     (
-        {"method": "expected-attention", "prompt_interval": 512},
-        "prompt_interval = 512 is not accepted with method = 'expected-attention'",
-        "it needs the positions of retained entries",
+        {"method": "defensivekv", "prompt_interval": 512},
+        "prompt_interval = 512 is not accepted with method = 'defensivekv'",
+        "it compares a token over heads",
     ),
     (
         {"prompt_interval": 512, "prefill": "critiprefill"},

@@ -1,8 +1,10 @@
 """The kit for a GPU, walked on the processor."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ pytestmark = pytest.mark.timeout(1000)  # a walk takes minutes on a busy machine
 ROOT = Path(__file__).parents[1]
 RUN_ALL = str(ROOT / "benchmarks" / "gpu" / "run_all.py")
 WITH_ENGINES = ("tokens", "memory", "throughput")
-STEPS = ("kernels", "view", "selection", "decode")
+STEPS = ("kernels", "view", "selection", "cut", "decode")
 
 
 @pytest.mark.parametrize("steps", [STEPS, pytest.param(WITH_ENGINES, marks=pytest.mark.load)])
@@ -42,3 +44,45 @@ def test_nothing_is_measured_where_there_is_no_gpu() -> None:
     )
     assert result.returncode != 0
     assert "there is no GPU; nothing was proved or measured" in result.stderr
+
+
+def script(name: str) -> ModuleType:
+    """One of the kit's scripts as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / "gpu" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_cards_layers_make_the_cuts_that_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm")
+    from tests.engine import flash_attention
+    from tests.kernels import interpreter
+    from vllm_kvselect.engine.cuda.flash_attention import HeadwiseFlashAttentionBackend
+    from vllm_kvselect.kernels import cuda
+    from vllm_kvselect.kernels.base import REFERENCES
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    flash_attention.install(monkeypatch)
+    interpreter.quicken()
+    kit = script("cut")
+    folder = kit.write(str(tmp_path), kit.TINY)
+    with torch.inference_mode():
+        ours, references = (
+            kit.Layers(folder, kit.DRY_LENGTH, 2, HeadwiseFlashAttentionBackend, kernels)
+            for kernels in (cuda.KERNELS, REFERENCES)
+        )
+        for method in kit.CUTS:
+            found = []
+            for layers in (ours, references):
+                before = layers.state.num_evicted
+                layers.come_to_cut(kit.settings(method, kit.DRY_BUDGET), 2)
+                kit.make(layers.builder.due, layers.due)
+                assert layers.state.num_evicted == before + 2
+                found.append(layers.retained().sort().values)
+            assert len(found[0].unique()) == len(found[0]) > 0  # each entry once
+            assert torch.equal(*found), method

@@ -15,11 +15,11 @@ from vllm_kvselect.registry import (
     PARAMETERS,
     Method,
     nearest,
+    not_served,
 )
 from vllm_kvselect.scopes import SCOPES
 from vllm_kvselect.scorers import SCORERS
-from vllm_kvselect.scoring.memory import EntryNumbers, Memory, ObservingMemory
-from vllm_kvselect.scoring.parts import memory_named, scorer_named
+from vllm_kvselect.scoring.parts import scorer_named
 from vllm_kvselect.selecting.ranking import RANKINGS
 
 RECORDED = Path(__file__).parent / "recorded_methods.txt"
@@ -29,17 +29,17 @@ pages are allocated, what they are counted by, what is remembered, what else hol
 
 def row(name: str, method: Method) -> str:
     """A method as it is recorded."""
-    scores, remembered = method.scores, method.scorer.memory
+    scores = method.scores
+    remembered = "probe:ScoresOfTokens" if method.scorer.keeps_scores else None
     if method.weights is not None:
         scores += f" and {method.weights.partition(':')[2]}"
     flags = {
         "two stages": method.two_stages,
         "pooled": method.pooled,
         "pyramid": method.scope.is_pyramid,
-        "cumulative": method.scorer.cumulative,
-        "moves": remembered is not None and remembered.moves and not remembered.observes,
+        "moves": remembered is not None,
         "replay": method.scorer.replay,
-        "whole prompt": method.whole_prompt,
+        "whole prompt": method.scorer.whole_prompt,
         "first page": method.keeps_first_tokens,
         "no rounds": bool(method.not_in_rounds),
         **{f"needs {need}": True for need in sorted(method.needs)},
@@ -49,7 +49,7 @@ def row(name: str, method: Method) -> str:
         scores,
         method.allocator.removesuffix("_pages"),
         method.ranking,
-        remembered.by if remembered is not None else "last queries",
+        remembered or ("" if method.scorer.whole_prompt else "last queries"),
         ", ".join(flag for flag, holds in flags.items() if holds),
     )
     return " | ".join(filter(None, parts))
@@ -62,10 +62,32 @@ def test_every_name_means_what_it_always_meant() -> None:
     assert {name: row(name, method) for name, method in KNOWN_METHODS.items()} == recorded
 
 
-def test_what_is_served_is_what_needs_no_replay() -> None:
+def test_what_is_served_sees_no_more_than_the_last_queries() -> None:
+    apart = ("kvzip", "h2o", "expected-attention")
     assert KNOWN_METHODS.keys() - METHODS.keys() == {
-        name for name in KNOWN_METHODS if "kvzip" in name
+        name for name in KNOWN_METHODS if any(each in name for each in apart)
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("h2o", "snapkv"),
+        ("h2o-perturb", "snapkv-perturb"),
+        ("layer-expected-attention-perturb", "layer-keydiff-perturb"),
+        ("ada-kvzip", "ada-probe"),
+    ],
+)
+def test_what_is_not_served_names_what_comes_nearest(name: str, instead: str) -> None:
+    assert f"{instead!r} comes nearest" in str(not_served(name))
+
+
+def test_the_nearest_method_is_served_and_shares_its_budget_alike() -> None:
+    for name in KNOWN_METHODS.keys() - METHODS.keys():
+        instead = str(not_served(name)).split("'")[1]
+        assert METHODS[instead].scope == KNOWN_METHODS[name].scope
+        assert METHODS[instead].norms == KNOWN_METHODS[name].norms
+    assert all(not_served(name) is None for name in ("none", *METHODS))
 
 
 @pytest.mark.parametrize("name", KNOWN_METHODS)
@@ -73,13 +95,6 @@ def test_every_part_of_a_method_is_there(name: str) -> None:
     method = KNOWN_METHODS[name]
     assert callable(scorer_named(method.scores))
     assert method.weights is None or callable(scorer_named(method.weights))
-    if (remembered := method.scorer.memory) is not None:
-        memory = memory_named(remembered.by)
-        assert issubclass(memory, Memory)
-        assert issubclass(memory, ObservingMemory) is remembered.observes is method.whole_prompt
-        assert issubclass(memory, EntryNumbers) is remembered.moves
-    else:
-        assert not method.whole_prompt
     assert method.ranking in RANKINGS
     assert method.allocator in {field.name for field in fields(Kernels)}
 

@@ -315,8 +315,8 @@ def test_a_method_that_is_measured_off_the_engine_only_is_refused(
     ("extra_args", "message"),
     [
         (
-            {"kv_eviction": "ada-expected-attention", "kv_eviction_decode_budget": 256},
-            r"kv_eviction_decode_budget = 256 is not accepted with kv_eviction = 'ada-expected-a",
+            {"kv_eviction": "defensivekv", "kv_eviction_decode_budget": 256},
+            r"kv_eviction_decode_budget = 256 is not accepted with kv_eviction = 'defensivekv'",
         ),
         (
             {"kv_eviction_context": 500, "kv_eviction_decode_budget": 256},

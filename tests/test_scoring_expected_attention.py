@@ -1,5 +1,4 @@
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from tests.strategies import (
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scoring import expected_attention
 from vllm_kvselect.scoring.expected_attention import (
-    MomentsOfQueries,
     expected_attention_scores,
 )
 from vllm_kvselect.scoring.inputs import ScoringInputs
@@ -87,45 +85,10 @@ def test_the_closed_form_is_the_mean_over_drawn_queries() -> None:
         + torch.tensor([1.0, -0.5, 0.0, 2.0]).double()
     )
     key = 0.5 * torch.randn(1, 9, 4, generator=generator, dtype=torch.float64)
-    moments = QueryMoments.of(query.transpose(0, 1))
-    given_moments = replace(scoring_inputs(query[:0], key, 0.5), moments=moments)
     config = EvictionConfig(num_sinks=0)
-    found = expected_attention.expected_attention(given_moments, config)
+    found = expected_attention.expected_attention(scoring_inputs(query, key, 0.5), config)
     powers = (0.5 * query[:, 0] @ key[0].T).exp().mean(0)
     torch.testing.assert_close(found[0], powers / powers.sum(), rtol=0.02, atol=0)
-
-
-@few
-@given(data=st.data(), shape=shapes(max_tokens=48), seed=seeds, num_sinks=st.sampled_from((0, 4)))
-def test_chunks_of_any_size_give_the_scores(
-    data: st.DataObject, shape: Shape, seed: int, num_sinks: int
-) -> None:
-    layer = random_layer(shape, seed)
-    config = EvictionConfig(window=shape.window, num_sinks=num_sinks)
-    length = shape.num_prompt_tokens
-    cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=4)))
-    memory = MomentsOfQueries(length, 1, config)
-    whole = inputs(layer, shape.scale)
-    for start, stop in pairwise([0, *cuts, length]):
-        chunk = replace(whole, query=whole.query[start:stop], key=whole.key[:, start:stop])
-        memory.observe(chunk, start)
-    unread = replace(whole, query=whole.query[:0])
-    found = expected_attention_scores(memory.complete(unread), config)
-    expected = expected_attention_scores(whole, config)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
-
-
-def test_what_is_remembered_of_a_layer_goes_once_it_is_scored() -> None:
-    config = EvictionConfig(window=SHAPE.window)
-    whole = inputs(random_layer(SHAPE, 0), 1.0)
-    memory = MomentsOfQueries(SHAPE.num_prompt_tokens, 2, config)
-    for index in range(2):
-        memory.observe(replace(whole, layer_index=index), 0)
-    memory.release(0)
-    with pytest.raises(KeyError):
-        memory.complete(whole)
-    second = replace(whole, layer_index=1)
-    assert expected_attention_scores(memory.complete(second), config).isfinite().any()
 
 
 def test_a_mean_far_from_the_origin_does_not_cost_the_covariance() -> None:

@@ -110,3 +110,17 @@ def test_half_precision_is_scored_in_float32() -> None:
     torch.testing.assert_close(
         scores.double(), probe_scores(inputs(**wide), CONFIG), rtol=1e-4, atol=0
     )
+
+
+def test_a_token_is_scored_when_it_first_competes_and_keeps_its_score() -> None:
+    """At a cut some entries come with numbers, whatever their columns say of them by now."""
+    first, everything = inputs(value=LAYER.value[:, :16]), probe_scores(inputs(), CONFIG)
+    numbers = probe_scores(first, CONFIG)[:, 4:]
+    torch.testing.assert_close(numbers, everything[:, 4:16])
+    later = inputs(
+        key=torch.cat((torch.full_like(LAYER.key[:, 4:16], torch.nan), LAYER.key[:, 16:]), dim=1),
+        value=LAYER.value[:, 4:],
+        numbers=numbers,
+        first_position=16,
+    )
+    torch.testing.assert_close(probe_scores(later, CONFIG), everything[:, 4:])

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from tests import oracle
 from tests.strategies import few, groups, head_sizes, kv_heads, seeds
 from vllm_kvselect.scoring import value_norms as module
+from vllm_kvselect.scoring.held import stacked
 from vllm_kvselect.scoring.value_norms import (
     OutputProjection,
     projected_value_l2_norms,
+    side_by_side,
     value_norms,
 )
 
@@ -162,3 +164,17 @@ def test_a_strided_value_is_read_as_it_is() -> None:
     torch.testing.assert_close(
         value_norms(strided, projection), value_norms(value, projection), rtol=1e-13, atol=0
     )
+
+
+def test_projections_laid_side_by_side_are_stacked_without_a_copy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(3, 2, 8, 3, 12, generator=generator)
+    projections = [OutputProjection.of(weight.clone()) for weight in weights]
+    laid = side_by_side(projections)
+    for name in ("weight", "bound_form", "gram"):
+        own, parts = ([getattr(each, name) for each in some] for some in (projections, laid))
+        whole = stacked(parts)
+        assert torch.equal(whole, torch.stack(own))
+        assert whole.data_ptr() == parts[0].data_ptr()
+    other = OutputProjection.of(weights[0, :1])
+    assert side_by_side([*projections, other])[-1] is other

@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from tests.method_cases import METHOD_CASES, MethodCase
+from tests.method_cases import SERVED_CASES, MethodCase
 from tests.strategies import Layer, Shape, random_layer, seeds, shapes
 from vllm_kvselect.choice import Retention, retain, retain_pool, score_layer
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
@@ -17,7 +17,7 @@ from vllm_kvselect.scorers import FirstTokens
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.selecting.ranking import Candidates
 
-ROUND_CASES = [case for case in METHOD_CASES if METHODS[case.method].in_rounds]
+ROUND_CASES = [case for case in SERVED_CASES if METHODS[case.method].in_rounds]
 every_round_case = pytest.mark.parametrize("case", ROUND_CASES, ids=lambda case: case.name)
 
 
@@ -70,15 +70,14 @@ def inputs_of(case: MethodCase, uneven: Uneven, index: int) -> ScoringInputs:
     """What the method is given of a layer."""
     absent, layer = uneven.num_absent[index], uneven.layers[index]
     inputs = case.inputs(uneven.shape, layer, index)
-    remembered = METHODS[case.method].scorer.memory
-    if remembered is not None and remembered.moves:
+    if METHODS[case.method].scorer.keeps_scores:
         moved = numbers(case, layer, uneven.shape, absent)
         inputs = replace(inputs, query=layer.query, numbers=moved)
     return replace(inputs, num_absent=torch.tensor(absent))
 
 
 def numbers(case: MethodCase, layer: Layer, shape: Shape, num_absent: list[int]) -> torch.Tensor:
-    """Sums of attention or scores that entries might have come with, different ones.
+    """Scores that entries might have come with, different ones.
 
     Infinite for each head's first entries, where the method says so of the first tokens.
     """

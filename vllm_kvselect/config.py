@@ -125,8 +125,6 @@ class EvictionConfig(BaseModel):
             leaves something to drop. None: the whole prompt is compressed.
         turn_start: Token ids with which a user's turn begins, for `chat`; empty for what the
             model's chat template says.
-        cut_at_once: Whether a prompt's only cut is made in the step that reaches it. A server cuts
-            before the next one where layers read other layers' caches: these come later.
         window: Observation window in tokens: the last prompt tokens, whose queries score the
             entries before them. Always retained.
         parameters: What single parts of methods read, and how prompts are prefilled. Those that a
@@ -150,7 +148,6 @@ class EvictionConfig(BaseModel):
     decode_interval: Annotated[int, Field(ge=1)] = 128
     context: Annotated[int, Field(ge=1)] | Literal["chat"] | None = None
     turn_start: tuple[int, ...] = ()
-    cut_at_once: bool = True
     window: Annotated[int, Field(ge=1)] = 32
     parameters: AllParameters = AllParameters()
     decode_attention: Literal["backend", "xformers"] = "backend"

@@ -82,11 +82,6 @@ class Method:
         projection: frozenset[Need] = frozenset({"output projection"})
         return self.scorer.needs | (projection if self.perturbation else frozenset())
 
-    @property
-    def whole_prompt(self) -> bool:
-        """Whether every token of the prompt must be observed, none taken from the prefix cache."""
-        return self.scorer.observes
-
     @cached_property
     def parameters(self) -> tuple[type[Parameters], ...]:
         """What it reads of the configuration besides budget and window."""
@@ -199,7 +194,7 @@ KNOWN_METHODS: dict[str, Method] = {
 """With those that `analyze` and `evaluate` measure off the engine, and no server accepts."""
 
 METHODS: dict[str, Method] = {
-    name: method for name, method in KNOWN_METHODS.items() if not method.scorer.replay
+    name: method for name, method in KNOWN_METHODS.items() if method.scorer.served_instead is None
 }
 
 PARAMETERS: tuple[type[Parameters], ...] = tuple(
@@ -223,6 +218,16 @@ def best_method(suits: Callable[[Method], bool]) -> str:
 def methods_without(need: Need) -> list[str]:
     """Names of the methods that any model allows which lacks something."""
     return [name for name, method in METHODS.items() if need not in method.needs]
+
+
+def not_served(name: str) -> str | None:
+    """Why a known method is not served, and which served one comes nearest; None if it is."""
+    if name in METHODS or name not in KNOWN_METHODS:
+        return None
+    scorer = KNOWN_METHODS[name].scorer
+    own = next(own for own, each in SCORERS.items() if each is scorer)
+    instead = name.replace(own, str(scorer.served_instead))
+    return f"is not served, only measured off the engine; {instead!r} comes nearest"
 
 
 def nearest(name: object, names: Iterable[str]) -> str:

@@ -10,8 +10,8 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal, Protocol, get_args
 
-from vllm_kvselect.config import METHOD_NAMES, ConfigError, EvictionConfig, Prefill
-from vllm_kvselect.registry import AUTO
+from vllm_kvselect.config import ConfigError, EvictionConfig, Prefill
+from vllm_kvselect.registry import AUTO, not_served
 
 REQUEST_KEYS = {
     "kv_eviction": "method",
@@ -286,10 +286,8 @@ def _checked(server: EvictionConfig, key: str, value: Any) -> Any:
         EvictionConfig.parse({"method": "none", **_prefill_of(server), field: value})
     except ConfigError as error:
         raise RequestError(_in_the_requests_words(str(error)), key, "invalid_value") from None
-    if field == "method" and value not in METHOD_NAMES:
-        raise RequestError(
-            f"{key} = {value!r} is not served, only measured off the engine", key, "unsupported"
-        )
+    if field == "method" and (problem := not_served(value)):
+        raise RequestError(f"{key} = {value!r} {problem}", key, "unsupported")
     default = getattr(server, field)
     # An int and the float that equals it are different budgets: 1 entry, and all of the prompt.
     same = type(value) is type(default) and value == default

@@ -111,22 +111,6 @@ class ProbeFile(Parameters):
 
 
 @dataclass(frozen=True)
-class Remembered:
-    """What is remembered of a request until its entries are scored, besides the last queries.
-
-    Attributes:
-        by: A class in `scoring/`, such as `h2o:AttentionSums`.
-        observes: Whether it sees the query of every token of a prompt as it is computed: none may
-            come from the prefix cache then.
-        moves: Whether it is a number for each entry, which moves with it from cut to cut.
-    """
-
-    by: str
-    observes: bool = False
-    moves: bool = False
-
-
-@dataclass(frozen=True)
 class Scorer:
     """A way to say how important an entry is.
 
@@ -140,10 +124,13 @@ class Scorer:
         norms: What part norms may have. Likewise.
         weights: Function whose scores norms multiply, named as `scores`; None for those of it.
         parameters: What it reads of the configuration.
-        memory: What is remembered besides the last queries; None for scorers that look through
-            these, or through none.
+        keeps_scores: Whether an entry keeps the score that it was given when it first competed, and
+            no queries are looked through.
         needs: What every layer must be bound to; models may not let it be found.
-        replay: Whether the prompt is replayed, which no server does.
+        whole_prompt: Whether it looks through the queries of every token of the prompt.
+        replay: Whether the prompt is replayed.
+        served_instead: The scorer that comes nearest among those that a server has; None if it has
+            this one. Both have the same scopes and uses of norms.
         not_in_rounds: Why it cannot choose again among retained entries while a request generates;
             empty if it can.
     """
@@ -157,27 +144,17 @@ class Scorer:
     norms: tuple[NormsName, ...] = ("none", "product")
     weights: str | None = None
     parameters: tuple[type[Parameters], ...] = ()
-    memory: Remembered | None = None
+    keeps_scores: bool = False
     needs: frozenset[Need] = frozenset()
+    whole_prompt: bool = False
     replay: bool = False
+    served_instead: str | None = None
     not_in_rounds: str = ""
-
-    @property
-    def observes(self) -> bool:
-        """Whether every token of a prompt must be observed, none taken from the prefix cache."""
-        return self.memory is not None and self.memory.observes
-
-    @property
-    def cumulative(self) -> bool:
-        """Whether it scores by the attention of all queries so far, not only the prompt's.
-
-        Rounds then go on adding up what its memory began.
-        """
-        return self.memory is not None and self.memory.observes and self.memory.moves
 
 
 _WINDOW = "attention of the window"
 _GUESS = "what later tokens ask for is guessed from the window"
+_NOT_SERVED = "no server runs it"
 
 SCORERS: dict[str, Scorer] = {
     "streaming-llm": Scorer(
@@ -205,10 +182,12 @@ SCORERS: dict[str, Scorer] = {
         paper="H2O, arXiv 2306.14048",
         summary="what the whole prompt attended to",
         cost="attention of the whole prompt once more, quadratic in its length",
-        limits="favours early tokens, which more queries see; takes nothing from the prefix cache",
+        limits="favours early tokens, which more queries see; off the engine only",
         scopes=("head",),
         norms=("none", "two stages"),
-        memory=Remembered("h2o:AttentionSums", observes=True, moves=True),
+        whole_prompt=True,
+        served_instead="snapkv",
+        not_in_rounds=_NOT_SERVED,
     ),
     "knorm": Scorer(
         scores="knorm:knorm_scores",
@@ -235,11 +214,12 @@ SCORERS: dict[str, Scorer] = {
             "two products of queries and keys with a matrix for each query head, linear in the "
             "prompt"
         ),
-        limits="every head's queries count as one cloud; takes nothing from the prefix cache",
+        limits="every head's queries count as one cloud; off the engine only",
         parameters=(FirstTokens, Expectation),
-        memory=Remembered("expected_attention:MomentsOfQueries", observes=True),
         needs=frozenset({"rotation"}),
-        not_in_rounds="it needs the positions of retained entries, which are not kept",
+        whole_prompt=True,
+        served_instead="keydiff",
+        not_in_rounds=_NOT_SERVED,
     ),
     "probe": Scorer(
         scores="probe:probe_scores",
@@ -248,7 +228,7 @@ SCORERS: dict[str, Scorer] = {
         cost="one product of keys and values with a vector for each head",
         limits="needs a calibrated probe of the model",
         parameters=(FirstTokens, ProbeFile),
-        memory=Remembered("probe:ScoresOfTokens", moves=True),
+        keeps_scores=True,
         needs=frozenset({"rotation", "probe"}),
     ),
     "snapkv": Scorer(
@@ -290,7 +270,8 @@ SCORERS: dict[str, Scorer] = {
         limits="off the engine only: a yardstick for the probe",
         parameters=(FirstTokens,),
         replay=True,
-        not_in_rounds="no server runs it",
+        served_instead="probe",
+        not_in_rounds=_NOT_SERVED,
     ),
 }
 """By name."""

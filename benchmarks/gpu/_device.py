@@ -54,10 +54,21 @@ def paged_attention(**given: Any) -> None:
         given["out"][index] = attended.flatten(0, 1).to(given["out"].dtype)
 
 
-def host_time(run: Callable[[], object], rounds: int) -> float:
-    """Median seconds of a call on the processor."""
+def host_time(
+    run: Callable[[], object], rounds: int, prepare: Callable[[], object] = lambda: None
+) -> float:
+    """Median seconds of a call on the processor, while a device has nothing to do.
+
+    Args:
+        run: The call.
+        rounds: How often it is timed.
+        prepare: What comes before each call, and is not timed.
+    """
     times = []
     for _ in range(rounds):
+        prepare()
+        if HAS_CARD:
+            torch.cuda.synchronize()
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)

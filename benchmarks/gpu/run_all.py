@@ -55,11 +55,12 @@ STEPS = {
     # Most of their time is Triton's compiler.
     "kernels": Step((*_TESTS, "-n", "8"), (*_TESTS, "-k", "order_of_scores"), 240, proves=True),
     "view": Step(_script("proofs", "view"), _script("proofs", "view"), 90, proves=True),
-    "tokens": Step(_script("proofs", "tokens"), _script("proofs", "tokens"), 360, proves=True),
+    "tokens": Step(_script("proofs", "tokens"), _script("proofs", "tokens"), 270, proves=True),
     "memory": Step(_script("proofs", "memory"), _script("proofs", "memory"), 180, proves=True),
     "selection": Step(
         _script("selection", "--rounds", "7"), _script("selection", "--dry-run"), 120
     ),
+    "cut": Step(_script("cut"), _script("cut", "--dry-run"), 115),
     "decode": Step(_script("attention"), _script("attention", "--dry-run"), 120),
     "throughput": Step(
         _script("end_to_end"), _script("end_to_end", "--dry-run", "--engines", "stock,plugin"), 360

@@ -20,13 +20,13 @@ EVICTION = {"budget": BUDGET, "allow_override": ["method", "budget"]}
 METHODS = (
     "adakv-perturb",
     "snapkv",
-    "h2o",
+    "knorm",
     "random",
     "defensivekv",
     "pyramidkv",
     "layer-thetakv",
-    "expected-attention",
-    "layer-expected-attention-perturb",
+    "keydiff",
+    "layer-keydiff-perturb",
     "layer-probe",
     "probe-perturb",
 )

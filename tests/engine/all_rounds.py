@@ -22,8 +22,6 @@ CASES = [
         "adakv",
         "adakv-perturb",
         "r-kv",
-        "h2o",
-        "h2o-perturb",
         "thetakv",
         "layer-thetakv",
         "keydiff",

@@ -12,18 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vllm_kvselect.choice import retain_layer, retain_pool, score_layer
+from vllm_kvselect.choice import Sizes, choose, score
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cuda
-from vllm_kvselect.registry import METHODS
-from vllm_kvselect.scoring import h2o, r_kv
+from vllm_kvselect.scoring import r_kv
 from vllm_kvselect.scoring.blocks import block_elements
+from vllm_kvselect.scoring.held import Held, Paged
 from vllm_kvselect.scoring.inputs import ScoringInputs
-from vllm_kvselect.scoring.memory import ObservingMemory
-from vllm_kvselect.scoring.parts import memory_named
 from vllm_kvselect.scoring.rotation import Rotation
 from vllm_kvselect.scoring.value_norms import OutputProjection
-from vllm_kvselect.selecting.ranking import Candidates
 
 
 class Peak(TorchDispatchMode):
@@ -68,11 +65,26 @@ def nothing_computed() -> Iterator[None]:
     on_device = block_elements(torch.device("cuda"))
     with (
         mock.patch.object(GridExecutor, "__call__", return_value=None),
-        mock.patch.object(h2o, "block_elements", return_value=on_device),
         mock.patch.object(r_kv, "block_elements", return_value=on_device),
         FakeTensorMode(),
     ):
         yield
+
+
+class FakeLayer:
+    """A layer whose entries are read out of the cache."""
+
+    def __init__(self, constants: ScoringInputs, num_columns: int) -> None:
+        self._constants, self._num_columns = constants, num_columns
+
+    def inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> ScoringInputs:
+        return replace(self._constants, query=query, key=key, value=value)
+
+    def read(self, pages: torch.Tensor, num_competing: int) -> tuple[torch.Tensor, torch.Tensor]:
+        memory = self._constants.value
+        read = memory.index_select(0, pages.flatten()).view(len(pages), -1, memory.shape[-1])
+        key, value = read.chunk(2, dim=-1)
+        return key, value
 
 
 def choice_bytes(
@@ -83,41 +95,40 @@ def choice_bytes(
     head_size: int,
     hidden_size: int,
     num_layers: int,
-    chunk: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> int:
-    """Bytes that the choice of a prompt takes, with its keys and values out of the cache."""
+    """Bytes that the choice of a prompt takes beside the cache, and what is moved of it."""
     config = EvictionConfig(method=method)
-    of_method, block_size = METHODS[method], 16
-    whole_prompt = of_method.whole_prompt
+    block_size, behind = 16, 48
+    num_competing, num_packed = num_tokens - behind, num_tokens // block_size // 8
     with nothing_computed():
         weight = torch.empty(num_kv_heads, head_size, group, hidden_size, dtype=dtype)
         square = torch.empty(num_kv_heads, head_size, head_size)
-        projection = OutputProjection(weight, square.to(dtype), square)
-        probe = torch.empty(2 * head_size + 1, num_kv_heads)
-        rotation = Rotation(*torch.empty(2, num_tokens, head_size // 2))
-        stacks: list[torch.Tensor] = []
+        memory = torch.empty(4, block_size, 2 * head_size, dtype=dtype)
+        constants = ScoringInputs(
+            memory,
+            memory,
+            memory,
+            1.0,
+            OutputProjection(weight, square.to(dtype), square),
+            rotation=Rotation(*torch.empty(2, num_tokens, head_size // 2)),
+            probe=torch.empty(num_kv_heads, 2 * head_size + 1).T,
+        )
+        paged = Paged.of([constants] * num_layers, memory)
+        layers = [FakeLayer(constants, num_tokens)] * num_layers
+        pages = torch.empty(num_layers, num_kv_heads, num_tokens // block_size, dtype=torch.int64)
+        absent = torch.empty(num_layers, num_kv_heads, dtype=torch.int64)
+        sizes = num_layers, config.window, num_kv_heads * group, head_size
         with Peak() as peak:
-            read = torch.empty(num_kv_heads, num_tokens, 2 * head_size, dtype=dtype)
-            key, value = read.split(head_size, dim=-1)
-            num_queries = chunk if whole_prompt else config.window
-            query = torch.empty(num_queries, num_kv_heads * group, head_size, dtype=dtype)
-            num_bytes_of_query = query.nbytes if whole_prompt else 0  # the model's
-            inputs = ScoringInputs(
-                query, key, value[:, :-48], 1.0, projection, rotation=rotation, probe=probe
+            query = torch.empty(1, *sizes, dtype=dtype)
+            given = num_competing, block_size, [0], [behind], True, query, None, [0], [0]
+            held = Held(layers, pages, absent, *given, lambda: paged)
+            candidates = score(held, config, cuda.KERNELS)
+            retention = choose(
+                held, candidates, Sizes([num_packed], block_size), config, cuda.KERNELS
             )
-            sizes = (num_tokens // block_size // 8, block_size)
-            if (remembered := of_method.scorer.memory) is not None:
-                memory = memory_named(remembered.by)(num_tokens, num_layers, config)
-                if isinstance(memory, ObservingMemory):
-                    memory.observe(replace(inputs, value=value), 0, cuda.KERNELS.twin)
-                inputs = memory.complete(inputs, cuda.KERNELS.twin)
-            candidates = score_layer(inputs, config, cuda.KERNELS)
-            if of_method.pooled:
-                kept = Candidates.empty(num_layers, candidates)
-                stacks += [part for part in kept if part is not None]
-                retain_pool(kept, *sizes, config, cuda.KERNELS)
-            else:
-                values = inputs.value, projection
-                retain_layer(candidates, *values, *sizes, config, cuda.KERNELS)
-        return peak.most - num_bytes_of_query
+            cache = torch.empty(2, num_kv_heads, block_size, 2 * head_size, dtype=dtype)
+            blocks = torch.empty(num_packed * num_layers, dtype=torch.int64)
+            moved = pages.flatten(0, 1), retention.retained, num_competing, blocks
+            cuda.KERNELS.move_retained(cache, *moved)
+        return peak.most

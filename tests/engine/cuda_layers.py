@@ -301,7 +301,7 @@ class Layers:
         self.builder.take_queries()
         for request, _ in rows:
             request.prompt.progress.block_ids = request.blocks
-            self.builder.due.make(request.prompt)
+        self.builder.due.make([request.prompt for request, _ in rows])
         metadata = self.builder.build(0, common)
         self.forward(rows, common, metadata)
         for request, num_new in rows:
@@ -332,12 +332,14 @@ class Layers:
     ) -> None:
         """Makes the rounds that are due; others take what they free in the same step."""
         self.builder.take_queries()
-        for request, _ in rows:
-            due, request.prompt.progress.block_ids = request.prompt.due_cut, request.blocks
-            with guard():
-                self.builder.due.make(request.prompt)
-            if due is not None:
-                self._overwrite(request.blocks[: due.first_packed])
+        due = [(request, request.prompt.due_cut) for request, _ in rows]
+        for request, _ in due:
+            request.prompt.progress.block_ids = request.blocks
+        with guard():
+            self.builder.due.make([request.prompt for request, _ in rows])
+        for request, cut in due:
+            if cut is not None:
+                self._overwrite(request.blocks[: cut.first_packed])
 
     def build_for_capture(self, num_rows: int) -> Any:
         """What the builder makes of the metadata that a graph is captured with."""
@@ -358,10 +360,7 @@ class Layers:
                 )
                 first += num_new
         for request, num_new in rows:
-            first, cut = request.num_computed, request.prompt.border
             request.num_computed += num_new
-            if cut and first < cut.position <= request.num_computed:
-                self._overwrite(request.blocks[: cut.first_packed])
 
     def _expected(self, request: Request, layer: int, num_new: int) -> torch.Tensor:
         read, outputs = {name: part[layer] for name, part in request.read.items()}, []

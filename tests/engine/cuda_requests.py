@@ -80,7 +80,7 @@ class Request:
 
     def _at_prompt(self, cut: Cut, layers: Sequence[Any]) -> list[tuple[Owner, int]]:
         eviction, chosen = self.prompt.plan.settings, []
-        first_query = 0 if METHODS[eviction.method].whole_prompt else -eviction.window
+        first_query = -eviction.window
         for pool in self._pools:
             inputs = []
             for layer in pool:
@@ -142,27 +142,10 @@ class Request:
         )
 
     def _numbers(self, owner: Owner, entries: list[int], position: int, impl: Any) -> list[float]:
-        """What entries have received, or what the probe says of each."""
-        if METHODS[self.prompt.plan.settings.method].scorer.observes:
-            return self._received(owner, entries, position, impl.sinks).tolist()
+        """What the probe says of each entry."""
         layer, head = owner
         key, value = ([self.read[name][layer, :position, head].tolist()] for name in "kv")
         probe = impl.probe[:, head : head + 1].tolist()
         num_sinks = self.prompt.plan.settings.of(FirstTokens).num_sinks
         (scores,) = oracle.probe_scores(key, value, probe, (), 0, num_sinks)
         return [scores[token] for token in entries]
-
-    def _received(
-        self, owner: Owner, entries: list[int], position: int, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
-        """What entries have received from the queries of all tokens before a position."""
-        layer, head = owner
-        group, sums = slice(head * GROUP, (head + 1) * GROUP), torch.zeros(position).double()
-        for token in range(position):
-            seen = self.seen(layer, head, token)
-            logits = self.read["k"][layer, seen, head] @ self.read["q"][layer, token, group].T
-            logits = logits.T * SCALE
-            if sinks is not None:
-                logits = torch.cat((logits, sinks[group, None].double()), dim=1)
-            sums[seen] += logits.softmax(1)[:, : len(seen)].mean(0)
-        return sums[entries]

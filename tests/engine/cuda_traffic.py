@@ -17,7 +17,7 @@ SERVERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a budget in entries": ({"budget": 1024}, ()),
     "a fraction, which requests may choose": (
         {"budget": 0.2, "allow_override": ["method", "budget"]},
-        ("adakv-perturb", "layer-defensivekv", "snapkv", "layer-probe-perturb", "h2o-perturb"),
+        ("adakv-perturb", "layer-defensivekv", "snapkv", "layer-probe-perturb", "snapkv-perturb"),
     ),
     "rounds": ({"budget": 300, "decode_budget": 200, "decode_interval": 32}, ()),
     "rounds of a probe": (
@@ -29,7 +29,6 @@ SERVERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         (),
     ),
     "cuts in prompts": ({"budget": 300, "prompt_interval": 256}, ()),
-    "caches that other layers read": ({"budget": 300, "cut_at_once": False}, ()),
     "sparse prefill": (
         {"prefill": "critiprefill", "prefill_budget": 512, "prefill_dense_until": 1024},
         (),
@@ -59,7 +58,7 @@ def chunk(request: Request, num_wanted: int) -> int:
     end = min(begin + num_wanted, request.query.shape[1])
     # Contexts aside, which are not drawn, tokens are generated one by one.
     end = min(end, max(prompt.plan.num_prompt_tokens, begin + 1))
-    if (cut := prompt.plan.cuts.next_after(begin)) is not None and prompt.plan.is_cut_between_steps:
+    if (cut := prompt.plan.cuts.next_after(begin)) is not None:
         end = min(end, cut.position)
     if prompt.plan.segments is not None:
         border = prompt.plan.segments.last_border(end)

@@ -179,6 +179,7 @@ def serve_all(method: str, backend: Any, values: dict[str, Any]) -> int:
         long = layers.served(100, 104, eviction)
         layers.run((long, 100))
         common = layers.common([(long, 1)], MAX_NUM_SEQS)  # a graph's padding
+        layers.make_rounds([(long, 1)])
         layers.forward([(long, 1)], common, layers.builder.build(0, common))
     return num_steps
 

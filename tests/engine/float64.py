@@ -27,8 +27,6 @@ class Layer(NamedTuple):
         theta: Base of the rotary embedding that turned queries and keys; None if nothing did.
         num_turned: Channels of a head that it turned, the first ones; None for all.
         probe: The calibrated probe, `[num_features, num_kv_heads]`.
-        received: What entries have received from all queries so far, `[num_kv_heads, n]`; None
-            where these are the prompt's.
         positions: Of the entries, `[n]`; None for a prompt's.
     """
 
@@ -40,7 +38,6 @@ class Layer(NamedTuple):
     theta: float | None = 10_000.0
     num_turned: int | None = None
     probe: torch.Tensor | None = None
-    received: torch.Tensor | None = None
     positions: torch.Tensor | None = None
 
     @property
@@ -208,12 +205,6 @@ def stage_1_scores(base: str, layer: Layer, config: Any, index: int) -> torch.Te
         return 1 - cosines[:num_scored].T
     if base == "knorm":
         return 1 / (1 + layer.key[:num_scored].norm(dim=-1).T)
-    if base == "expected-attention":
-        scores = expected_attention(layer, config)[:, :num_scored] + config.expected_eps
-        if not config.method.endswith("-perturb"):
-            scores *= layer.value[:num_scored].norm(dim=-1).T
-        scores[:, : config.num_sinks] = torch.inf
-        return scores
     if base == "probe":
         scores = probe_scores(layer)[:, :num_scored]
         scores[:, positions_of(layer)[:num_scored] < config.num_sinks] = torch.inf
@@ -224,10 +215,6 @@ def stage_1_scores(base: str, layer: Layer, config: Any, index: int) -> torch.Te
         alone = repeated.amax(1, keepdim=True) - repeated
         return config.r_kv_lam * attended + (1 - config.r_kv_lam) * alone[:, :num_scored]
     by_member = (num_kv_heads, layer.group, -1, len(layer.query))
-    if base == "h2o" and layer.received is not None:
-        return layer.received[:, :num_scored]
-    if base == "h2o":
-        return rows(layer, 0).view(by_member).sum(2).mean(1)[:, :num_scored]
     window = rows(layer, num_scored).view(by_member).mean(2)[..., :num_scored]
     if base == "defensivekv":
         return window.mean(1)
@@ -264,31 +251,6 @@ def redundancy(layer: Layer, threshold: float) -> torch.Tensor:
                 row[alike[-1]] = 0
         repeated.append(torch.softmax(cosines.mean(0), 0))
     return torch.stack(repeated)
-
-
-def expected_attention(layer: Layer, config: Any) -> torch.Tensor:
-    """Attention of a normally distributed later query, `[num_kv_heads, num_prompt_tokens]`."""
-    assert layer.num_turned is None
-    num_tokens, num_heads, size = layer.query.shape
-    angles = angles_of(layer, size)
-    later = torch.arange(num_tokens, num_tokens + config.future)[:, None] * angles
-    # A pair of channels as a complex number: a rotation multiplies it.
-    average = torch.polar(torch.ones_like(later), later).mean(0)
-    expected = torch.zeros(layer.key.shape[1], num_tokens, dtype=torch.float64)
-    first = min(config.num_sinks, num_tokens - 1)
-    for head in range(num_heads):
-        back = -torch.arange(first, num_tokens)[:, None] * angles
-        queries = paired(layer.query[first:, head]) * torch.polar(torch.ones_like(back), back)
-        # The map is linear: of the queries, each turned by it, take the moments.
-        queries = unpaired(queries * average)
-        mean, covariance = queries.mean(0), torch.cov(queries.T, correction=0)
-        keys = layer.key[config.num_sinks :, head // layer.group] * size**-0.5
-        logits = keys @ mean + (keys @ covariance * keys).sum(-1) / 2
-        if layer.sinks is not None:
-            logits = torch.cat((logits, layer.sinks[head : head + 1]))
-        weights = torch.softmax(logits, 0)[: len(keys)]
-        expected[head // layer.group, config.num_sinks :] += weights / layer.group
-    return expected
 
 
 def probe_scores(layer: Layer) -> torch.Tensor:

@@ -22,7 +22,8 @@ from tests.engine.float64 import (
     tail_begin,
     value_norms,
 )
-from tests.engine.float64_model import Model, Owner, attention, attention_weights, causal
+from tests.engine.float64_model import Model, Owner, attention, causal
+from tests.engine.recorder import kept_by
 from tests.method_cases import MethodCase
 from vllm_kvselect.choice import Retention
 from vllm_kvselect.engine.drop.drop import Drop
@@ -51,37 +52,17 @@ RoundsOf = dict[int, dict[int, Round]]
 def recording_rounds() -> Iterator[RoundsOf]:
     """Records what rounds retain while open; prompts must have different lengths."""
     made: RoundsOf = defaultdict(dict)
-    retention, retention_of_all = Drop.retention, Drop.retention_of_all
+    retention = Drop.retention
 
-    def record(drop: Drop, first_layer: int, retained: torch.Tensor) -> None:
-        if (absent := drop.columns.num_absent) is None:
-            return  # the cut of a prompt
-        num_layers, num_heads = absent.shape
-        nothing: dict[Owner, list[int]] = {
-            (layer, head): [] for layer in range(num_layers) for head in range(num_heads)
-        }
-        of_request = made[drop.request.plan.num_prompt_tokens]
-        if first_layer == 0:  # of a request that was preempted, again
-            of_request[drop.cut.position] = Round(drop.cut, nothing)
-        columns = of_request[drop.cut.position].columns
-        for index in retained.tolist():
-            owner, column = divmod(index, drop.num_competing)
-            layer, head = first_layer + owner // num_heads, owner % num_heads
-            columns[layer, head].append(column - int(absent[layer, head]))
-
-    def of_layer(self: Drop, layer: Any, *args: Any) -> Retention:
-        result = retention(self, layer, *args)
-        record(self, layer.layer_index, result.retained)
-        return result
-
-    def of_all(self: Drop, layer: Any, *args: Any) -> Retention:
-        result = retention_of_all(self, layer, *args)
-        record(self, 0, result.retained)
+    def recorded(self: Drop, held: Any, candidates: Any) -> Retention:
+        result = retention(self, held, candidates)
+        if not self.columns.is_even:  # it is not the cut of a prompt
+            for request, cut, kept in kept_by(self, result):
+                made[request.plan.num_prompt_tokens][cut.position] = Round(cut, kept)
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Drop, "retention", of_layer)
-        patch.setattr(Drop, "retention_of_all", of_all)
+        patch.setattr(Drop, "retention", recorded)
         yield made
 
 
@@ -115,8 +96,6 @@ class Answered:
         self._full = [layer for layer, window in enumerate(model.windows) if window is None]
         self._steps = {owner: self._steps_of(owner, at_prompt) for owner in rounds[0].columns}
         self._seen: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._masks: dict[int, torch.Tensor] = {}
-        self._sums: dict[Owner, torch.Tensor] = {}
 
     def check_tokens(self) -> None:
         """No token is likelier than those of the answer, whose probabilities are right."""
@@ -177,25 +156,7 @@ class Answered:
                 is_dropped = torch.arange(num_tokens) < position
                 is_dropped[entries] = False
                 is_seen[head, position:] &= ~is_dropped
-        self._masks[layer] = is_seen
         return attention(*tensors, is_seen, self._model.sinks(layer))
-
-    def _received(self, layer: int, head: int, position: int) -> torch.Tensor:
-        """What a head's tokens have received from the queries before a position, `[num_tokens]`."""
-        if (layer, head) not in self._sums:
-            self._sums[layer, head] = self._weights(layer, head).cumsum(0)
-        return self._sums[layer, head][position - 1]
-
-    def _weights(self, layer: int, head: int) -> torch.Tensor:
-        """What every query of a head pays to every token, `[num_tokens, num_tokens]`."""
-        query, key, _ = self._seen[layer]
-        group, sinks = query.shape[1] // key.shape[1], self._model.sinks(layer)
-        queries, own = slice(head * group, (head + 1) * group), slice(head, head + 1)
-        mask = self._masks[layer][own]
-        weights = attention_weights(
-            query[:, queries], key[:, own], mask, None if sinks is None else sinks[queries]
-        )
-        return weights.mean(0)
 
     def _entries(self, owner: Owner, number: int) -> list[int]:
         """What a head held before a round."""
@@ -222,7 +183,6 @@ class Answered:
             theta=self._model.theta(layer),
             num_turned=self._model.num_turned,
             probe=self._model.probes[layer][:, own],
-            received=self._received(layer, head, self._rounds[number].cut.position)[None, entries],
             positions=torch.tensor(entries),
         )
 

@@ -45,7 +45,7 @@ METHODS_OF_REQUESTS = (
     "adakv-perturb",
     "layer-thetakv",
     "layer-probe",
-    "h2o",
+    "knorm",
 )
 CHOICES: dict[str, st.SearchStrategy[Any]] = {
     "kv_eviction": st.sampled_from(METHODS_OF_REQUESTS),
@@ -67,7 +67,7 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
     block_size = draw(st.sampled_from((4, 8)))
     window = draw(st.integers(1, 10))
     entries = window + block_size + draw(st.sampled_from((0, 1, 7, 24)))
-    method = draw(st.sampled_from(("adakv", "layer-probe", "layer-thetakv", "h2o", "none")))
+    method = draw(st.sampled_from(("adakv", "layer-probe", "layer-thetakv", "random", "none")))
     context = draw(st.sampled_from((None, None, 80)))
     decode_budget = draw(st.sampled_from((0, entries)))
     if context is not None:
@@ -106,8 +106,6 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
             prefill_block=8,
             prefill_dense_until=draw(st.sampled_from((0, 32))),
             prefill_dense_layers=draw(st.integers(0, 1)),
-            # Layers that read other layers' caches prefill densely.
-            cut_at_once=is_sparse or draw(st.sampled_from((True, True, False))),
         ),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(st.integers(SEGMENT + max_num_seqs if is_sparse else 8, 200)),
@@ -200,7 +198,7 @@ class BlockAccounting(RuleBasedStateMachine):
         context=st.sampled_from((64, 64, 64, 90)),
         questions=st.lists(st.integers(0, 30), min_size=1, max_size=3),
         max_tokens=st.sampled_from((1, 2, 9, 30)),
-        method=st.sampled_from((None, None, None, "adakv-perturb", "layer-probe", "h2o")),
+        method=st.sampled_from((None, None, None, "adakv-perturb", "layer-probe", "knorm")),
         budget=st.sampled_from((None, None, None, 0.4)),
     )
     def ask(
@@ -297,15 +295,13 @@ class BlockAccounting(RuleBasedStateMachine):
             worker = self.server.worker
             self.seen["completions"] += worker.num_completions
             self.seen["reads of retained entries"] += worker.num_headwise
-            self.seen["whole prompts summed"] += worker.num_whole_prompts
             self.seen["pools packed"] += worker.num_pools
+            self.seen["requests cut together"] += worker.num_together
             self.seen["different settings in a batch"] += worker.num_mixed
-            self.seen["resumed past the prompt"] += worker.num_resumed_past_prompt
             self.seen["windows in several chunks"] += worker.num_windows_in_chunks
             self.seen["rounds"] += worker.num_rounds
             self.seen["cuts in prompts"] += worker.num_in_prompts
             self.seen["pools smaller than a request"] += self.server.settings.is_bounded
-            self.seen["sums in rounds"] += worker.num_sums
             self.seen["scores kept"] += worker.num_scores_kept
             self.seen["contexts found"] += worker.num_contexts_found
             self.seen["turns found"] += worker.num_turns_found

@@ -3,13 +3,17 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from vllm_kvselect.choice import Retention
 from vllm_kvselect.engine.cpu.backend import HeadwiseCPUAttentionImpl
 from vllm_kvselect.engine.drop.drop import Drop
+from vllm_kvselect.engine.drop.request import Request
+from vllm_kvselect.planning.cuts import Cut
 
 
 class Recorder:
@@ -38,14 +42,35 @@ class Recorder:
             for name, tensor in tensors.items():
                 self._parts[key][name].append(tensor[starts[row] : starts[row + 1]].clone())
 
-    def retain(
-        self, drop: Drop, layer: int, retained: torch.Tensor, num_heads: int, num_tokens: int
-    ) -> None:
-        if drop.columns.num_absent is not None:
+    def retain(self, drop: Drop, retention: Retention) -> None:
+        if not drop.columns.is_even:
             return  # a column is no token any more
-        pairs = {divmod(index, num_tokens) for index in retained.tolist()}
-        assert all(head < num_heads for head, _ in pairs)
-        self.retained[drop.cut.position, layer] = pairs
+        for _, cut, kept in kept_by(drop, retention):
+            for layer in {layer for layer, _ in kept}:
+                self.retained[cut.position, layer] = {
+                    (head, token)
+                    for (own, head), tokens in kept.items()
+                    for token in tokens
+                    if own == layer
+                }
+
+
+def kept_by(
+    drop: Drop, retention: Retention
+) -> Iterator[tuple[Request, Cut, dict[tuple[int, int], list[int]]]]:
+    """What each request retains, by layer and KV head, counted from the head's first entry."""
+    columns, num_layers = drop.columns, drop._state.num_choosing
+    absent, num_heads = columns.num_absent.tolist(), drop._state.num_kv_heads
+    owners = list(product(range(num_layers), range(num_heads)))
+    found: list[dict[tuple[int, int], list[int]]] = [
+        {owner: [] for owner in owners} for _ in drop.requests
+    ]
+    for index in retention.retained.tolist():
+        row, column = divmod(index, columns.num_competing)
+        request, own = divmod(row, len(owners))
+        layer, head = owners[own]
+        found[request][layer, head].append(column - absent[request][layer][head])
+    yield from zip(drop.requests, drop.cuts, found, strict=True)
 
 
 @contextmanager
@@ -56,7 +81,7 @@ def recording(runner: Any) -> Iterator[Recorder]:
     """
     recorder = Recorder()
     forward = HeadwiseCPUAttentionImpl.forward
-    retention, retention_of_all = Drop.retention, Drop.retention_of_all
+    retention = Drop.retention
 
     def forward_recorded(
         self: Any,
@@ -75,23 +100,12 @@ def recording(runner: Any) -> Iterator[Recorder]:
             recorder.add(runner, self.layer_index, tensors)
         return result
 
-    def retention_recorded(self: Drop, layer: Any, candidates: Any, value: Any) -> Any:
-        result = retention(self, layer, candidates, value)
-        shape = candidates.scores.shape
-        recorder.retain(self, layer.layer_index, result.retained, *shape)
-        return result
-
-    def retention_of_all_recorded(self: Drop, layer: Any, candidates: Any) -> Any:
-        result = retention_of_all(self, layer, candidates)
-        num_layers, num_heads, num_tokens = candidates.scores.shape
-        of_layer = result.retained // (num_heads * num_tokens)
-        for index in range(num_layers):
-            own = result.retained[of_layer == index] - index * num_heads * num_tokens
-            recorder.retain(self, index, own, num_heads, num_tokens)
+    def retention_recorded(self: Drop, held: Any, candidates: Any) -> Retention:
+        result = retention(self, held, candidates)
+        recorder.retain(self, result)
         return result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeadwiseCPUAttentionImpl, "forward", forward_recorded)
         patch.setattr(Drop, "retention", retention_recorded)
-        patch.setattr(Drop, "retention_of_all", retention_of_all_recorded)
         yield recorder

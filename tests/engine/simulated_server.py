@@ -449,8 +449,6 @@ class Server:
             is_context = bool(retained) and num_tokens >= self.retained(request)[-1].position
             if retained and not (is_context and eviction.context is not None):
                 cap = retained.num_freed * self.settings.block_size
-                if eviction.method == "h2o":
-                    cap = 0
             span = sparse_span(request.num_prompt_tokens, retained, eviction)
             if span and span.start < num_tokens < span.end and num_tokens % span.size:
                 raise LostError(f"{request_id} hits {num_tokens} tokens, a part of a segment")

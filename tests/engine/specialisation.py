@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,13 +26,16 @@ from tests.engine.cuda_traffic import SERVERS, Wish, serve
 from tests.kernels.compiled import Device
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cuda.warm_up import warm_up
-from vllm_kvselect.kernels import cuda
+from vllm_kvselect.kernels import cuda, rows
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
+from vllm_kvselect.registry import METHODS
+from vllm_kvselect.scoring.held import Held
+from vllm_kvselect.scoring.parts import scorer_named
 
 SIZES = {"MAX_MODEL_LEN": 20480, "NUM_BLOCKS": 4100}
 """Of `cuda_layers`: prompts of all lengths for which kernels differ."""
 LONGEST = 20000
-QUADRATIC = ("h2o", "r-kv")
+QUADRATIC = ("r-kv",)
 """Their scores take long on a processor, and no kernel: such prompts are shorter."""
 
 
@@ -61,8 +65,26 @@ def both(twin: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..
         twin(*args, **kwargs)
         return reference(*args, **kwargs)
 
-    call.__name__ = reference.__name__
+    call.__name__ = twin.__name__
     return call
+
+
+def row_by_row(name: str, held: Held, *given: Any) -> torch.Tensor:
+    """What the references say of rows, by the name of a twin."""
+    of_values: dict[str, Callable[..., torch.Tensor]] = {
+        "projected_value_norms": rows.value_norms,
+        "projected_value_l2_norms": rows.value_l2_norms,
+        "select_pruned": rows.select_pruned,
+    }
+    if name in of_values:
+        return of_values[name](REFERENCES, held, *given)
+    (scorer,) = {
+        scorer_named(part)
+        for method in METHODS.values()
+        for part in (method.scores, method.weights)
+        if part is not None and part.endswith(f":{name}")
+    }
+    return rows.scores(REFERENCES, scorer, held, *given)
 
 
 def wishes(eviction: EvictionConfig, methods: tuple[str, ...], draw: random.Random) -> list[Wish]:
@@ -94,7 +116,12 @@ def new_keys(values: dict[str, Any], methods: tuple[str, ...], seed: int) -> tup
         **{
             part.name: both(getattr(cuda.KERNELS, part.name), getattr(REFERENCES, part.name))
             for part in fields(Kernels)
-        }
+            if part.name != "over_rows"
+        },
+        over_rows={
+            name: both(twin, partial(row_by_row, name))
+            for name, twin in cuda.KERNELS.over_rows.items()
+        },
     )
     config = vllm_config(dtype="float32")
     layers = Layers(eviction, kernels, config)

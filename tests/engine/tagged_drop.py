@@ -10,7 +10,10 @@ from tests.engine.tagged_rows import Row, require
 from vllm_kvselect.choice import Retention
 from vllm_kvselect.engine.drop.drop import Drop
 from vllm_kvselect.kernels.base import REFERENCES
+from vllm_kvselect.paging.compaction import move_retained
+from vllm_kvselect.planning.cuts import Cut
 from vllm_kvselect.scorers import FirstTokens
+from vllm_kvselect.scoring.held import Held
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.selecting.ranking import Candidates
 
@@ -32,7 +35,7 @@ class TaggedLayer:
     """
 
     kernels = REFERENCES
-    output_projection = None
+    memory = None
 
     def __init__(self, cache: np.ndarray, layer_index: int) -> None:
         self._pages = torch.from_numpy(cache).view(-1, cache.shape[-1])
@@ -41,6 +44,9 @@ class TaggedLayer:
 
     def inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> ScoringInputs:
         return ScoringInputs(query, key, value, 1.0, layer_index=self.layer_index)
+
+    def constants(self) -> ScoringInputs:
+        return self.inputs(*[torch.empty(0)] * 3)
 
     def read(self, pages: torch.Tensor, num_competing: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.read_values(pages), self.read_values(pages[:, :num_competing])
@@ -55,9 +61,8 @@ class TaggedLayer:
     def read_values(self, pages: torch.Tensor) -> torch.Tensor:
         return self._pages[pages].flatten(1)[..., None]
 
-    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        slots = self._pages.view(-1)
-        slots[targets] = slots[sources].clone()
+    def move(self, *moved: Any) -> None:
+        move_retained(self._pages.view(-1, *self.kv_cache.shape[1:], 1), *moved)
 
 
 class TaggedDrop(Drop):
@@ -65,13 +70,56 @@ class TaggedDrop(Drop):
 
     worker: ClassVar["TaggedWorker"]
 
-    @property
-    def row(self) -> Row:
-        return self.worker.row_of(self.request)
+    def make(self) -> None:
+        self.seen = [
+            Seen(self, place, self.worker.row_of(request), cut)
+            for place, (request, cut) in enumerate(zip(self.requests, self.cuts, strict=True))
+        ]
+        self.worker.num_together += len(self.seen) > 1
+        super().make()
+        for each, key in zip(self.seen, self.keys, strict=True):
+            each.take_note(key)
 
-    @property
-    def is_round(self) -> bool:
-        return self.columns.num_absent is not None
+    def candidates(self, held: Held) -> Candidates:
+        """All that a scorer is given is checked, and but for a probe it scores nothing."""
+        shape = held.num_rows, NUM_KV_HEADS, held.num_competing
+        candidates = Candidates(torch.zeros(shape), num_absent=held.num_absent)
+        if self.settings.method == "layer-probe":
+            candidates = super().candidates(held)
+        for each in self.seen:
+            each.check(held, candidates.scores)
+        return candidates
+
+    def retention(self, held: Held | None, candidates: Candidates) -> Retention:
+        pools = [[*range(NUM_LAYERS)]] if self._is_pooled else [[i] for i in range(NUM_LAYERS)]
+        self.worker.num_pools += self._is_pooled * len(self.seen)
+        chosen, offsets = [], []
+        for each in self.seen:
+            pages: list[int] = []
+            for pool in pools:
+                pages += each.draw(pool, chosen)
+            offsets.append([0, *np.cumsum(pages).tolist()])
+        return Retention(torch.tensor(chosen), torch.tensor(offsets))
+
+
+class Seen:
+    """What a drop may see of one of its requests, and what is drawn of it.
+
+    Args:
+        drop: The drop.
+        place: The request's place in it.
+        row: The request's row.
+        cut: The cut that is made.
+    """
+
+    def __init__(self, drop: TaggedDrop, place: int, row: Row, cut: Cut) -> None:
+        self.drop, self.place, self.row, self.cut = drop, place, row, cut
+        self.columns, self.worker, self.settings = drop.columns, drop.worker, drop.settings
+        self.block_size = drop._block_size
+        self.is_round = not self.columns.is_even
+        # What each head of each layer retains, which later tokens will read.
+        self.drawn: list[list[np.ndarray]] = [[] for _ in range(NUM_LAYERS)]
+        self.random = Random(f"{row.request_id} retains at {cut.position}")
 
     @property
     def name(self) -> str:
@@ -79,33 +127,23 @@ class TaggedDrop(Drop):
         return f"{kind} of {self.row.request_id}"
 
     def num_absent(self, layer: int, head: int) -> int:
-        absent = self.columns.num_absent
-        return 0 if absent is None else int(absent[layer, head])
+        return int(self.columns.num_absent[self.place, layer, head])
 
-    def candidates(self, layer: Any, inputs: ScoringInputs) -> Candidates:
-        """All that a scorer is given is checked, and it scores nothing."""
-        if layer.layer_index == 0:
-            self._check_cut()
-        self._check_entries(layer.layer_index, inputs)
-        if self.row.eviction.method == "h2o":
-            self._check_sums(layer.layer_index, inputs)
-        elif self.row.eviction.method == "layer-probe":
-            self._check_scores(layer.layer_index, inputs)
-        else:
-            self._check_queries(inputs)
-        scores = torch.zeros(NUM_KV_HEADS, self.num_competing)
-        return Candidates(scores, num_absent=inputs.num_absent)
+    def check(self, held: Held, scores: torch.Tensor) -> None:
+        """A drop sees what was retained and everything after it, and no more."""
+        self._check_cut()
+        for layer in range(NUM_LAYERS):
+            row = self.place * NUM_LAYERS + layer
+            inputs = held.row(row)
+            self._check_entries(layer, inputs)
+            if self.settings.method == "layer-probe":
+                self._check_scores(layer, scores[row])
+            else:
+                self._check_queries(inputs)
 
-    def retention(self, layer: Any, candidates: Candidates, value: Any) -> Retention:
-        return self._draw([layer.layer_index])
-
-    def retention_of_all(self, layer: Any, candidates: Candidates) -> Retention:
-        self.worker.num_pools += 1
-        return self._draw([*range(NUM_LAYERS)])
-
-    def _complete(self, layer: Any) -> None:
-        super()._complete(layer)
-        row, key = self.row, int(self.key)
+    def take_note(self, key: int) -> None:
+        """What the request holds from now on."""
+        row = self.row
         row.packed, row.packed_position = self.drawn, self.cut.position
         if any(self.cut.position == each.position for each in row.in_prompt[-1:]):
             self.worker.num_completions += 1
@@ -118,32 +156,27 @@ class TaggedDrop(Drop):
         expected = (due[0].first_packed, due[0].tail_start)
         got = (cut.first_packed, cut.tail_start)
         require(got == expected, f"{self.name} frees and packs {got}, not {expected}")
-        # What each head of each layer retains, which later tokens will read.
-        self.drawn: list[list[np.ndarray]] = [[] for _ in range(NUM_LAYERS)]
-        self.random = Random(f"{row.request_id} retains at {cut.position}")
-        is_whole = row.eviction.method == "h2o"
         is_early = self.cut.position < row.num_prompt_tokens and self.is_round
         self.worker.num_in_prompts += is_early
         self.worker.num_rounds += self.cut.position > row.num_prompt_tokens
-        self.worker.num_sums += self.is_round and is_whole
-        self.worker.num_whole_prompts += not self.is_round and is_whole
         is_probed = row.eviction.method == "layer-probe"
         self.worker.num_scores_kept += self.is_round and is_probed
-        begins_early = not self.is_round and cut.position - window < row.num_computed
-        self.worker.num_windows_in_chunks += begins_early and not (is_whole or is_probed)
+        pieces = self.drop.requests[self.place].progress.queries._pieces
+        begins_early = len(pieces) > 1 and pieces[0].end > cut.position - window
+        self.worker.num_windows_in_chunks += begins_early and not (self.is_round or is_probed)
 
     def _held(self, layer: int, head: int) -> np.ndarray:
         """What a head holds up to the cut: what it retained before, and everything after it."""
         row = self.row
         before = [each for each in row.cuts if each.position < self.cut.position]
-        start = before[-1].tail_start * self._block_size if before else 0
+        start = before[-1].tail_start * self.block_size if before else 0
         tail = row.tags[start : self.cut.position] * CODES.size + CODES[layer, head]
         return np.concatenate((row.packed[layer][head], tail)) if before else tail
 
     def _check_entries(self, layer: int, inputs: ScoringInputs) -> None:
-        """A drop sees what was retained and everything after it, and no more."""
+        missing = self.columns.num_missing[self.place]
         for head in range(NUM_KV_HEADS):
-            read = inputs.key[head, self.num_absent(layer, head) :, 0].numpy()
+            read = inputs.key[head, self.num_absent(layer, head) - missing :, 0].numpy()
             require(
                 self.row.request_id in self.worker.damaged
                 or np.array_equal(read, self._held(layer, head)),
@@ -155,25 +188,12 @@ class TaggedDrop(Drop):
         looked = inputs.query.flatten().numpy()
         require(np.array_equal(looked, window), f"{self.name} looks through other queries")
 
-    def _check_sums(self, layer: int, inputs: ScoringInputs) -> None:
-        """Every entry has its own sum: the tag that the query of its token left there."""
-        assert inputs.numbers is not None
-        for head in range(NUM_KV_HEADS):
-            own = inputs.numbers[head, self.num_absent(layer, head) : self.columns.num_entries]
-            tags = own.numpy() * CODES.size + CODES[layer, head]
-            require(
-                self.row.request_id in self.worker.damaged
-                or np.array_equal(tags, self._held(layer, head)),
-                f"{self.name} has sums of other entries",
-            )
-
-    def _check_scores(self, layer: int, inputs: ScoringInputs) -> None:
+    def _check_scores(self, layer: int, scores: torch.Tensor) -> None:
         """Every entry has the score that it got, at its position, when it first competed."""
-        assert inputs.numbers is not None
         num_sinks = self.settings.of(FirstTokens).num_sinks
         positions = {tag: position for position, tag in enumerate(self.row.tags.tolist())}
         for head in range(NUM_KV_HEADS):
-            own = inputs.numbers[head, self.num_absent(layer, head) : self.num_competing].tolist()
+            own = scores[head, self.num_absent(layer, head) :].tolist()
             held = self._held(layer, head)[: len(own)].tolist()
             expected = [entry * LONGEST + positions[entry // CODES.size] for entry in held]
             for place, entry in enumerate(held):
@@ -184,19 +204,20 @@ class TaggedDrop(Drop):
                 f"{self.name} has scores of other entries",
             )
 
-    def _draw(self, pool: list[int]) -> Retention:
-        """Pages for each head, no more than it can fill, and entries for them."""
+    def draw(self, pool: list[int], chosen: list[int]) -> list[int]:
+        """Pages for each head, no more than it can fill; entries for them are added to `chosen`."""
         heads = [(layer, head) for layer in pool for head in range(NUM_KV_HEADS)]
         absent = [self.num_absent(*each) for each in heads]
-        room = [(self.num_competing - none) // self._block_size for none in absent]
+        num_competing = self.columns.num_competing
+        room = [(num_competing - none) // self.block_size for none in absent]
         pages = [0] * len(heads)
         for _ in range(self.cut.num_packed * len(heads)):
             pages[self.random.choice([i for i, most in enumerate(room) if pages[i] < most])] += 1
-        chosen = []
         for place, (layer, head) in enumerate(heads):
-            columns = range(absent[place], self.num_competing)
-            own = sorted(self.random.sample(columns, pages[place] * self._block_size))
-            chosen += [place * self.num_competing + column for column in own]
+            columns = range(absent[place], num_competing)
+            own = sorted(self.random.sample(columns, pages[place] * self.block_size))
+            owner = (self.place * NUM_LAYERS + layer) * NUM_KV_HEADS + head
+            chosen += [owner * num_competing + column for column in own]
             held = self._held(layer, head)
             self.drawn[layer].append(held[[column - absent[place] for column in own]])
-        return Retention(torch.tensor(chosen), torch.tensor([0, *np.cumsum(pages).tolist()]))
+        return pages

@@ -54,9 +54,11 @@ def retained_in_prompt(
         return []
     position = num_prompt_tokens
     if eviction.context is not None:
-        # Whole blocks of the context, as far as the prompt has them.
+        # Whole blocks of the context, as far as the prompt has them and a token more.
         position = 0
-        while position + sizes.block <= min(eviction.context, num_prompt_tokens):
+        while position + sizes.block <= eviction.context and position + sizes.block < (
+            num_prompt_tokens
+        ):
             position += sizes.block
     budget = eviction.budget
     if isinstance(budget, float):
@@ -181,8 +183,7 @@ class Row:
     def retained(self) -> Retained | None:
         """What its next tokens read of the earlier ones."""
         made = [each for each in self.cuts if each.position <= self.num_computed]
-        is_at_once = len(self.in_prompt) == 1 and self.eviction.cut_at_once
-        return made[-1] if made else self.in_prompt[0] if is_at_once else None
+        return made[-1] if made else None
 
     @property
     def cuts(self) -> list[Retained]:
@@ -218,8 +219,3 @@ class Row:
         if self.sparse is None:
             return range(0)
         return self.sparse.within(self.num_computed, self.seq_len)
-
-    @property
-    def stock_len(self) -> int:
-        """Tokens whose attention reads the whole cache."""
-        return min(self.seq_len, self.retained.position) if self.retained else self.seq_len

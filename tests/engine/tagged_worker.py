@@ -34,16 +34,9 @@ from vllm_kvselect.engine.drop.request import LiveRequests, Request
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch
 from vllm_kvselect.engine.step.sparse import SparseBatch, SparseRow
-from vllm_kvselect.engine.step.split import Observation, Split, Splitter, StockPart
-from vllm_kvselect.scoring import h2o, probe
+from vllm_kvselect.engine.step.split import Seen, Split, Splitter, StockPart
+from vllm_kvselect.scoring import probe
 from vllm_kvselect.scoring.inputs import ScoringInputs
-
-
-def tags_of_queries(inputs: ScoringInputs) -> torch.Tensor:
-    """In place of attention summed up: each query leaves its tag at its own key."""
-    tags = torch.zeros(inputs.key.shape[:2], dtype=torch.int64)
-    tags[:, inputs.num_scored :] = inputs.query.flatten()
-    return tags
 
 
 def tags_of_entries(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
@@ -55,10 +48,7 @@ def tags_of_entries(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
 @contextmanager
 def scoring_tags() -> Iterator[None]:
     """Scores are tags of what they are scores of."""
-    with (
-        patch.object(h2o, "accumulate", tags_of_queries),
-        patch.object(probe, "probed_scores", tags_of_entries),
-    ):
+    with patch.object(probe, "probed_scores", tags_of_entries):
         yield
 
 
@@ -108,21 +98,18 @@ class TaggedWorker:
             self.state, lambda _: [self.live[row.request_id] for row in self.rows], block_size
         )
         self.due = DueDrops(self.layers, self.state, block_size)
-        self.splitter.drop_class = self.due.drop_class = type(
-            "DropOfWorker", (TaggedDrop,), {"worker": self}
-        )
+        self.due.drop_class = type("DropOfWorker", (TaggedDrop,), {"worker": self})
         self._tag_of: dict[tuple[object, ...], int] = {}
         # By first packed block: of which context, and what every head of every layer retained.
         self.packed_at: dict[int, tuple[tuple[object, ...], list[list[np.ndarray]]]] = {}
         self.store = folder and TaggedStore(
             folder, self.cache, self.state, block_size, self.packed_at
         )
-        self.num_completions = self.num_headwise = self.num_resumed_past_prompt = 0
-        self.num_windows_in_chunks = self.num_whole_prompts = self.num_pools = 0
-        self.num_mixed = self.num_contexts_found = self.num_turns_found = self.num_rounds = 0
-        self.num_in_prompts = self.num_sums = self.num_scores_kept = self.num_segments = (
-            self.num_sparse_hits
-        ) = 0
+        self.num_completions = self.num_headwise = self.num_windows_in_chunks = 0
+        self.num_together = 0
+        self.num_pools = self.num_rounds = self.num_in_prompts = self.num_scores_kept = 0
+        self.num_mixed = self.num_contexts_found = self.num_turns_found = 0
+        self.num_segments = self.num_sparse_hits = 0
 
     # The batch
 
@@ -132,8 +119,6 @@ class TaggedWorker:
             self._update(output)
             if self.rows:
                 self._forward()
-            for request in self.live.with_whole_contexts(output):
-                self.due.make(request)
         sampled = [self._sample(row) for row in self.rows]
         ids = [row.request_id for row in self.rows]
         result = ModelRunnerOutput(ids, {name: row for row, name in enumerate(ids)}, sampled)
@@ -148,7 +133,6 @@ class TaggedWorker:
 
     def _update(self, output: SchedulerOutput) -> None:
         self.live.update(output)
-        self.live.finish_drops()
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
         for new in output.scheduled_new_reqs:
@@ -172,12 +156,13 @@ class TaggedWorker:
             row.num_new = output.num_scheduled_tokens.get(row.request_id, 0)
             if row.num_new:
                 self._tag(row)
-                if row.request_id in begun:
-                    self._find_context(row)
-                    self.num_sparse_hits += bool(row.sparse and row.num_computed > row.sparse.start)
-        # As in an engine: rounds are made before anything of the step is written.
-        for request in self.live:
-            self.due.make(request)
+        # As in an engine: cuts are made before anything of the step is written.
+        self.due.make(self.live)
+        # One that begins may find what a cut of this very step has packed.
+        for row in self.requests.values():
+            if row.num_new and row.request_id in begun:
+                self._find_context(row)
+                self.num_sparse_hits += bool(row.sparse and row.num_computed > row.sparse.start)
         if self.store:
             self.store.load(output)
         self._condense()
@@ -243,7 +228,9 @@ class TaggedWorker:
         if self.bystander:
             self.bystander.read_windows(self.rows)
         if split is None:
-            split = Split([StockPart(None, common)], [], [], [])
+            split = Split([StockPart(None, common)])
+        if isinstance(split.seen, Seen):
+            split.seen.keep()
         self._read_stock(split)
         self._read_sparse(split)
         tokens = [row.tags[row.num_computed : row.seq_len] for row in self.rows]
@@ -251,21 +238,10 @@ class TaggedWorker:
         if split.seen is not None:
             for layer in range(NUM_LAYERS):
                 split.seen.see(layer, queries[:, None, None])
-        for observation in split.observations:
-            self._observe(observation, queries[observation.tokens])
-        self._complete(split)
-        require(len(split.after) < 2, "tokens past their cuts are in several parts")
-        for part in split.after or [None]:
-            assert part is None or isinstance(part, HeadwiseBatch)
+        after = [part for part in split.parts if isinstance(part, HeadwiseBatch)]
+        require(len(after) < 2, "tokens past their cuts are in several parts")
+        for part in after or [None]:
             self._read_headwise(part, queries)
-
-    def _observe(self, observation: Observation, tags: torch.Tensor) -> None:
-        """Memories see tags for queries; sums of attention gather the tags of their queries."""
-        end = observation.first_position + len(tags)
-        for layer in range(NUM_LAYERS):
-            key = torch.empty(NUM_KV_HEADS, end, 1)
-            inputs = ScoringInputs(tags[:, None, None], key, key, 1.0, layer_index=layer)
-            observation.memory.observe(inputs, observation.first_position)
 
     def _entries(self, row: Row, positions: np.ndarray) -> np.ndarray:
         """Entries of some tokens, `[num_tokens, num_layers, num_kv_heads]`."""
@@ -291,16 +267,16 @@ class TaggedWorker:
 
     def _read_stock(self, split: Split) -> None:
         """vLLM's own attention reads every token from a request's first one on."""
-        rows = [row for row in self.rows if row.num_computed < row.stock_len]
-        if not split.before:
+        rows = [row for row in self.rows if row.retained is None]
+        stock = [part for part in split.parts if isinstance(part, StockPart)]
+        if not stock:
             require(not rows, "no prompt tokens are vLLM's")
             return
-        (part,) = split.before
-        assert isinstance(part, StockPart)
+        (part,) = stock
         require(part.common.num_reqs == len(rows), "not all prompt tokens are vLLM's")
         tables, seq_lens = part.common.block_table_tensor.numpy(), part.common.seq_lens.tolist()
         for row, table, seq_len in zip(rows, tables, seq_lens, strict=True):
-            require(seq_len == row.stock_len, row.request_id, "is cut at the wrong token")
+            require(seq_len == row.seq_len, row.request_id, "is cut at the wrong token")
             self._compare(row, table, seq_len, "prefill")
 
     def _read_sparse(self, split: Split) -> None:
@@ -309,15 +285,20 @@ class TaggedWorker:
         require((split.sparse is not None) == bool(rows), "sparse segments are left out")
         if split.sparse is None:
             return
-        *beside, batch = split.sparse
+        (batch,) = (part for part in split.sparse if isinstance(part, SparseBatch))
+        beside = [part for part in split.sparse if isinstance(part, StockPart)]
+        require(
+            [part for part in split.parts if isinstance(part, HeadwiseBatch)]
+            == [part for part in split.sparse if isinstance(part, HeadwiseBatch)],
+            "tokens past their cuts are others in sparse layers",
+        )
         pieces = []
-        for row in self.rows:
-            begin, end, sparse = row.num_computed, row.stock_len, row.sparse_tokens
+        for row in (row for row in self.rows if row.retained is None):
+            begin, end, sparse = row.num_computed, row.seq_len, row.sparse_tokens
             spans = ((begin, sparse.start), (sparse.stop, end)) if sparse else ((begin, end),)
             pieces += [(row, *span) for span in spans if span[0] < span[1]]
         require(len(beside) == bool(pieces), "tokens beside sparse segments are left out")
         for part in beside:
-            assert isinstance(part, StockPart)
             lens = part.common.query_start_loc.diff().tolist()
             require(lens == [end - begin for _, begin, end in pieces], "others are beside segments")
             tables = part.common.block_table_tensor.numpy()
@@ -325,7 +306,6 @@ class TaggedWorker:
             for (row, _, end), table, seq_len in zip(pieces, tables, ends, strict=True):
                 require(seq_len == end, row.request_id, "reads too much beside its segments")
                 self._compare(row, table, seq_len, "prefill")
-        assert isinstance(batch, SparseBatch)
         require(len(batch.rows) == len(rows), "segments of other rows")
         for layer in self.layers[split.num_dense_layers :]:
             for sparse_row, row in zip(batch.rows, rows, strict=True):
@@ -371,19 +351,6 @@ class TaggedWorker:
             first = int(wrong.any(axis=(1, 2)).argmax())
             require(False, f"{what} of {row.request_id} read a wrong entry of token {first}")
 
-    def _complete(self, split: Split) -> None:
-        rows = [
-            row
-            for row in self.rows
-            if row.retained and row.num_computed < row.retained.position <= row.seq_len
-        ]
-        require(len(rows) == len(split.completions), "other prompts are packed")
-        for row, completion in zip(rows, split.completions, strict=True):
-            drop = completion.drop
-            require(drop.settings == row.eviction, row.request_id, "has other settings")
-            for layer in self.layers:
-                drop.score(layer, *drop.read(layer))
-
     def row_of(self, request: Request) -> Row:
         """The row of a live request."""
         (row,) = (row for name, row in self.requests.items() if self.live.get(name) is request)
@@ -391,7 +358,7 @@ class TaggedWorker:
 
     def _read_headwise(self, batch: HeadwiseBatch | None, queries: torch.Tensor) -> None:
         """Tokens past their prompt read what was retained, then the tail."""
-        rows = [row for row in self.rows if row.retained and row.seq_len > row.retained.position]
+        rows = [row for row in self.rows if row.retained]
         require((batch is not None) == bool(rows), "tokens past their prompt are left out")
         if batch is None:
             return
@@ -403,10 +370,8 @@ class TaggedWorker:
         self.num_mixed += len({(row.eviction.method, row.eviction.budget) for row in rows}) > 1
         for index, row in enumerate(rows):
             assert row.retained
-            position = row.retained.position
             self.num_headwise += 1
-            self.num_resumed_past_prompt += row.num_computed < position
-            past = row.tags[max(row.num_computed, position) : row.seq_len]
+            past = row.tags[row.num_computed : row.seq_len]
             asked += [past * NUM_KV_HEADS + head for head in range(NUM_KV_HEADS)]
             for layer in range(NUM_LAYERS):
                 for head in range(NUM_KV_HEADS):

@@ -258,20 +258,6 @@ def test_a_request_is_planned_once_while_it_runs(monkeypatch: pytest.MonkeyPatch
     assert len(planned) == 2
 
 
-def test_where_every_query_is_needed_nothing_comes_from_the_prefix_cache() -> None:
-    cache = Cache(EvictionConfig(budget=64, window=8, allow_override=("method",)))
-    first = cache.request("a", list(range(300)), kv_eviction="h2o")
-    cache.schedule(first, 300)
-    cache.decode(first, 5)
-    first_packed = cuts(300, BLOCK_SIZE, EVICTION).first_private
-    assert cache.table(first).count(0) == first_packed
-    assert cache.schedule(cache.request("b", list(range(300)), kv_eviction="h2o"), 300) == 0
-    # It serves others all the same, and hits itself where it drops nothing.
-    assert cache.schedule(cache.request("c", list(range(300))), 300) == first_packed * BLOCK_SIZE
-    short = cache.request("d", list(range(72)), kv_eviction="h2o")
-    assert cache.schedule(short, 72) == 64
-
-
 @pytest.mark.parametrize("method", ["keydiff", "layer-probe"])
 def test_where_no_query_is_needed_all_that_is_not_packed_comes_from_the_prefix_cache(
     method: str,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import envs
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -596,6 +596,17 @@ def test_cuda_gets_its_worker_and_flash_attention_or_what_the_user_asked_for(
     assert issubclass(ours, backend.get_class())
     on_cuda.cache_config.cache_dtype = "bfloat16"
     assert report.block_bytes(on_cuda) == 2 * num_bytes
+
+
+def test_chunks_that_a_graph_would_hide_are_refused(on_cuda: VllmConfig) -> None:
+    eviction, scheduling = EvictionConfig(), on_cuda.scheduler_config
+    scheduling.long_prefill_token_threshold = 2
+    refuse_unsupported(on_cuda, eviction)  # without graphs
+    on_cuda.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    with pytest.raises(ConfigError, match=r"long_prefill_token_threshold = 2 .* set it to 3"):
+        refuse_unsupported(on_cuda, eviction)
+    scheduling.long_prefill_token_threshold = 3
+    refuse_unsupported(on_cuda, eviction)
 
 
 def on_a_card(patch: pytest.MonkeyPatch, major: int, minor: int, fa_version: int) -> None:

@@ -21,7 +21,7 @@ EVICTION = {
     "allow_override": ["method", "budget", "context"],
     "check_integrity": True,
 }
-METHODS = ("layer-keydiff-perturb", "adakv-perturb", "expected-attention", "layer-defensivekv")
+METHODS = ("layer-keydiff-perturb", "adakv-perturb", "ada-keydiff", "layer-defensivekv")
 (CUT,) = cuts(CONTEXT, 32, EvictionConfig(budget=0.25, context=CONTEXT))
 
 

@@ -10,7 +10,8 @@ from tests.engine.conftest import needs_fp8_caches
 from vllm_kvselect.engine.cpu import pages as cpu_pages
 from vllm_kvselect.engine.cpu.pages import PageCodec, one_head_view, write_entries
 from vllm_kvselect.engine.platforms import has_fp8_caches
-from vllm_kvselect.paging.compaction import head_pages
+from vllm_kvselect.paging import compaction
+from vllm_kvselect.paging.compaction import head_pages, packed_slots, retained_slots
 
 
 class Kernel(NamedTuple):
@@ -122,19 +123,25 @@ def test_written_entries_are_read_back_from_any_page(kernel: Kernel) -> None:
 
 def test_moved_entries_are_bit_by_bit_those_written_anew(kernel: Kernel) -> None:
     """Also where sources and targets overlap, and of numbers that a quantised cache rounds."""
-    num_slots = NUM_BLOCKS * NUM_KV_HEADS * kernel.block_size
+    num_pages, num_heads, size = NUM_BLOCKS * NUM_KV_HEADS, NUM_KV_HEADS, kernel.block_size
+    num_slots = num_pages * size
     key, value = torch.randn(2, num_slots, 1, kernel.head_size).to(kernel.dtype)
-    moved = kernel.cache().view(-1, 1, kernel.block_size, 2 * kernel.head_size)
-    expected, every_slot = moved.clone(), torch.arange(num_slots)
-    sources, targets = torch.randperm(num_slots)[:250], torch.randperm(num_slots)[:250]
-    stock_write(kernel, moved, key, value, every_slot)
-    at = every_slot.clone()
-    at[targets] = sources
+    moved = kernel.cache()
+    view = moved.view(-1, 1, size, 2 * kernel.head_size)
+    every_slot, packed_blocks = torch.arange(num_slots), torch.randperm(NUM_BLOCKS)[:4]
+    stock_write(kernel, view, key, value, every_slot)
+    pages, num_competing = torch.randperm(num_pages).view(num_heads, -1), NUM_BLOCKS * size
+    retained = torch.randperm(num_slots)[: 4 * num_heads * size].sort().values
+    at, expected = every_slot.clone(), view.clone()
+    at[packed_slots(packed_blocks, num_heads, size)] = retained_slots(
+        pages, retained, num_competing, size
+    )
     stock_write(kernel, expected, key[at], value[at], every_slot)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_pages, "_ENTRIES_AT_ONCE", 100)
-        kernel.codec.move(moved, sources, targets)
-    assert torch.equal(moved, expected)
+        patch.setattr(compaction, "MOST_BYTES", 48 * len(retained))
+        kernel.codec.move_retained(moved, pages, retained, num_competing, packed_blocks)
+    assert torch.equal(view, expected)
 
 
 def test_pages_behind_two_to_the_31st_element() -> None:
@@ -155,7 +162,8 @@ def test_pages_behind_two_to_the_31st_element() -> None:
     assert torch.equal(*outputs)
     codec = PageCodec(isa, dtype, block_size, head_size)
     assert torch.equal(codec.read_values(cache, torch.tensor([[page]]))[0], value)
-    codec.move(cache, slots, slots - 2 * block_size)
+    retained, packed = torch.arange(block_size), torch.tensor([page - 2])
+    codec.move_retained(cache, torch.tensor([[page]]), retained, block_size, packed)
     assert torch.equal(codec.read_values(cache, torch.tensor([[page - 2]]))[0], value)
 
 

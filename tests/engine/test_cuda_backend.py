@@ -58,7 +58,7 @@ def eviction(method: str = "adakv-perturb", **values: Any) -> EvictionConfig:
 FLASH, TRITON = HeadwiseFlashAttentionBackend, HeadwiseTritonAttentionBackend
 STOCK = {FLASH: FlashAttentionMetadata, TRITON: TritonAttentionMetadata}
 CALLS = {FLASH: (flash_attn, "flash_attn_varlen_func"), TRITON: (triton_attn, "unified_attention")}
-SCORERS = ("snapkv", "h2o", "defensivekv")
+SCORERS = ("snapkv", "knorm", "defensivekv")
 """A method of each way to score by attention."""
 DTYPES = {FLASH: "bfloat16", TRITON: "float32"}
 """The interpreter multiplies bfloat16 by its bits, and vLLM's kernel does not work around that."""
@@ -96,13 +96,13 @@ def make_layers(
     return layers_class(eviction(method, **values), kernels, made, backend, with_sinks)
 
 
-def mixed_steps(layers: Layers, past_prompts: bool = True) -> list[Request]:
+def mixed_steps(layers: Layers) -> list[Request]:
     """Prefill, chunks, completions, decodes, all in each other's company and in changing order."""
     long, short, chunked = (
         layers.request(num_prompt, num_prompt + 20) for num_prompt in (100, 20, 90)
     )
-    assert long.prompt.border
-    assert short.prompt.border is None
+    assert long.prompt.next_cut
+    assert short.prompt.next_cut is None
     layers.step((long, 100), (short, 20))
     layers.step((long, 1), (short, 1))
     layers.step((long, 1), (short, 1), (chunked, 60))
@@ -112,8 +112,8 @@ def mixed_steps(layers: Layers, past_prompts: bool = True) -> list[Request]:
     layers.step((long, 3), (chunked, 1), (short, 2))
     layers.preempt(long)
     layers.step((chunked, 1), (long, 70))
-    # The chunk runs past the prompt's end.
-    layers.step((chunked, 1), *([(long, 36)] if past_prompts else [(long, 30)]))
+    layers.step((chunked, 1), (long, 30))
+    layers.step((chunked, 1), (long, 6))  # what it had generated comes at once
     layers.step((long, 1), (chunked, 1), (short, 1))
     return [long, short, chunked]
 
@@ -127,7 +127,7 @@ def test_every_step_is_that_of_the_oracle_with_the_kernels(
     method: str, backend: Any, with_sinks: bool
 ) -> None:
     layers = make_layers(backend, method, cuda.KERNELS, with_sinks=with_sinks)
-    mixed_steps(layers, past_prompts=not METHODS[method].pooled)
+    mixed_steps(layers)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_every_step_is_that_of_the_oracle_with_the_kernels(
 )
 def test_every_step_is_that_of_the_oracle(method: str, with_sinks: bool) -> None:
     layers = make_layers(FLASH, method, WIDE, with_sinks=with_sinks)
-    mixed_steps(layers, past_prompts=not METHODS[method].pooled)
+    mixed_steps(layers)
 
 
 def test_a_batch_that_drops_nothing_is_stock(backend: Any) -> None:
@@ -151,10 +151,10 @@ def test_rows_without_a_cut_keep_vllms_call_beside_rows_with_one(backend: Any) -
     long, short = layers.request(100, 110), layers.request(20, 30)
     stock = layers.step((long, 100), (short, 20))
     assert isinstance(stock, Split)
-    assert [part.tokens for part in stock.before] == [None]  # all of the batch, untouched
+    assert [part.tokens for part in stock.parts] == [None]  # all of the batch, untouched
     mixed = layers.step((long, 2), (short, 1))
-    assert [part.metadata.num_actual_tokens for part in mixed.before] == [1]
-    assert [part.max_query_len for part in mixed.after] == [2]
+    before, after = mixed.parts
+    assert (before.metadata.num_actual_tokens, after.max_query_len) == (1, 2)
 
 
 # With fp8 queries vLLM's Triton kernel rounds weights to fp8 too; see the next test.
@@ -280,8 +280,10 @@ def test_a_row_without_a_cut_ignores_what_was_packed_in_its_blocks_before(backen
     layers = make_layers(backend, graphs=True)
     long, short = layers.request(100, 110), layers.request(20, 30)
     layers.step((long, 100))
-    assert long.prompt.border
-    packed = long.blocks[long.prompt.border.first_packed]
+    layers.step((long, 1))
+    cut = long.prompt.last_cut
+    assert cut
+    packed = long.blocks[cut.first_packed]
     layers.preempt(long)
     layers.free.remove(packed)
     layers.free.insert(0, packed)
@@ -290,18 +292,9 @@ def test_a_row_without_a_cut_ignores_what_was_packed_in_its_blocks_before(backen
     layers.step((short, 1))
 
 
-def test_a_single_token_of_a_prompt_that_drops_entries_is_no_decode(backend: Any) -> None:
-    layers = make_layers(backend, graphs=True)
-    long, short = layers.request(100, 110), layers.request(20, 30)
-    layers.step((long, 99), (short, 20))
-    metadata = layers.step((long, 1), (short, 1))
-    assert len(metadata.completions) == 1
-    layers.step((long, 1), (short, 1))
-
-
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("method", ["adakv-perturb", "layer-defensivekv"])
-def test_neither_a_decode_step_nor_a_completion_waits_for_the_device(
+def test_neither_a_step_nor_a_cut_waits_for_the_device(
     method: str, backend: Any, with_sinks: bool
 ) -> None:
     layers = make_layers(backend, method, cuda.KERNELS, with_sinks=with_sinks)
@@ -314,6 +307,7 @@ def test_neither_a_decode_step_nor_a_completion_waits_for_the_device(
         ((chunked, 2), (long, 1)),
     ):
         common = layers.common(rows)
+        layers.make_rounds(rows, unsynchronised)
         with unsynchronised(*layers.on_host):
             metadata = layers.builder.build(0, common)
         # Rows are put together outside: only what the impl does is on the device's path.
@@ -422,7 +416,7 @@ def test_a_layer_with_a_sliding_window_may_have_what_others_may_not(backend: Any
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("method", ["adakv-perturb", "layer-defensivekv", "h2o"])
+@pytest.mark.parametrize("method", ["adakv-perturb", "layer-defensivekv", "knorm"])
 def test_warming_up_launches_what_prompts_need_and_leaves_no_trace(
     method: str, graphs: bool
 ) -> None:
@@ -437,7 +431,11 @@ def test_warming_up_launches_what_prompts_need_and_leaves_no_trace(
 
     # References in place of kernels: which are called is the same, and takes less time.
     kernels = Kernels(
-        **{part.name: noted(part.name, getattr(REFERENCES, part.name)) for part in fields(Kernels)}
+        **{
+            part.name: noted(part.name, getattr(REFERENCES, part.name))
+            for part in fields(Kernels)
+            if part.name != "over_rows"
+        }
     )
     layers = make_layers(FLASH, method, kernels, graphs=graphs)
     warm_up(layers.builder, [method], layers.eviction)
@@ -445,5 +443,5 @@ def test_warming_up_launches_what_prompts_need_and_leaves_no_trace(
     assert not layers.state.completed
     assert not any(layer.kv_cache[1:].any() for layer in layers.layers)
     warm, _ = set(launched), launched.clear()
-    mixed_steps(layers, past_prompts=False)
+    mixed_steps(layers)
     assert launched == warm

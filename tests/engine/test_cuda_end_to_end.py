@@ -27,7 +27,7 @@ from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 PROMPT_LENS = (140, 150, 40, 130)
-METHODS = (None, "layer-defensivekv", None, "h2o")
+METHODS = (None, "layer-defensivekv", None, "knorm")
 EVICTION = {"method": "adakv-perturb", "budget": 96, "allow_override": ["method"]}
 # So few blocks that requests are preempted, and resume with chunks past their prompts' ends.
 NUM_BLOCKS = 17
@@ -140,7 +140,7 @@ def test_hybrids_have_several_pages_in_a_block(
     settings = {**SETTINGS, "model": saved(make_model, tmp_path), "skip_tokenizer_init": True}
     settings |= {"kv_cache_memory_bytes": 2**24, "enable_prefix_caching": False}
     settings["max_model_len"] = 512
-    methods = ("adakv", "h2o", "layer-keydiff", "none")
+    methods = ("adakv", "knorm", "layer-keydiff", "none")
     extra_args = [{"kv_eviction": method} for method in methods]
     eviction = {**EVICTION, "method": "adakv", "probe": None, "check_integrity": True}
     eviction |= {"decode_budget": 96, "decode_interval": 64}

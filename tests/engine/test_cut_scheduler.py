@@ -1,4 +1,4 @@
-"""Chunks of pooled requests end with their prompts, and nobody else's are cut."""
+"""Chunks end at cuts, and with sparse segments; nobody else's are cut."""
 
 from typing import Any
 
@@ -41,8 +41,8 @@ class RecordingServer(Server):
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("method", ["layer-thetakv", "pyramidkv"])
-def test_a_pooled_chunk_ends_with_its_prompt(method: str, async_scheduling: bool) -> None:
+@pytest.mark.parametrize("method", ["layer-thetakv", "adakv"])
+def test_a_chunk_ends_with_its_prompt(method: str, async_scheduling: bool) -> None:
     server = RecordingServer(method, async_scheduling=async_scheduling)
     chunks = server.resume()
     assert 100 in {start + length for start, length in chunks}
@@ -52,7 +52,7 @@ def test_a_pooled_chunk_ends_with_its_prompt(method: str, async_scheduling: bool
     assert all(length == 1 for start, length in chunks if start > 100)
 
 
-def test_a_pooled_chunk_ends_at_every_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_ends_at_every_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     several = Cuts([Cut(41, 3, 2, 5), Cut(80, 10, 3, 13)])
     monkeypatch.setattr(plan_module, "cuts", lambda *_: several)
     server = RecordingServer("layer-thetakv", max_num_seqs=1)
@@ -61,10 +61,17 @@ def test_a_pooled_chunk_ends_at_every_cut(monkeypatch: pytest.MonkeyPatch) -> No
     assert scheduled == [{"r1": 41}, {"r1": 39}, {"r1": 20}]
 
 
-@pytest.mark.parametrize("method", ["adakv", "h2o"])
-def test_other_chunks_are_vllms(method: str) -> None:
-    chunks = RecordingServer(method).resume()
-    assert any(start < 100 < start + length for start, length in chunks)
+@pytest.mark.parametrize("in_graph", [1, 4])
+def test_no_token_that_a_cut_looks_through_comes_alone(in_graph: int) -> None:
+    """A step of so few tokens a row may run as a graph, where nobody sees the queries."""
+    for num_batched in range(2 * in_graph + 1, 25):
+        server = RecordingServer("adakv", max_num_batched_tokens=num_batched)
+        server.scheduler._tokens_in_graph = in_graph
+        server.add(PROMPT, 30)
+        server.drain()
+        seen = [length for start, length in server.chunks if 96 < start + length <= 100]
+        assert min(seen) > in_graph
+        assert sum(length for start, length in server.chunks if start < 100) == 100
 
 
 def test_a_prompt_that_drops_nothing_is_vllms() -> None:

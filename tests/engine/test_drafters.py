@@ -35,12 +35,12 @@ NUM_GENERATED = 61
 ROUNDS = {"kv_eviction_decode_budget": 80, "kv_eviction_decode_interval": 32}
 IN_PROMPT = {"kv_eviction_prompt_interval": 64, "kv_eviction_budget": 64}
 # Methods that choose for each head, for the heads of a layer, and for all layers together; with
-# queries that are looked through later, sums and moments of all of them, and probes.
+# queries that are looked through later, and probes.
 SETTINGS: list[dict[str, Any]] = [
     {"kv_eviction": "snapkv"},
     {"kv_eviction": "adakv-perturb", **IN_PROMPT},
-    {"kv_eviction": "h2o-perturb", **ROUNDS},
-    {"kv_eviction": "ada-expected-attention"},
+    {"kv_eviction": "snapkv-perturb", **ROUNDS},
+    {"kv_eviction": "ada-keydiff"},
     {"kv_eviction": "thetakv", "kv_eviction_context": 150},
     {"kv_eviction": "thetakv", "kv_eviction_context": 150},
     {"kv_eviction": "layer-probe"},

@@ -30,7 +30,6 @@ pytestmark = needs_fp8_caches
 MORE_METHODS = (
     "random",
     "keydiff",
-    "expected-attention",
     "layer-probe",
     "ada-probe",
     "ada-pyramidkv",

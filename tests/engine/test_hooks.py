@@ -16,7 +16,7 @@ import pytest
 import torch
 import vllm
 from vllm import SamplingParams
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.generate.beam_search import offline, online
 from vllm.entrypoints.generate.beam_search import utils as beam_utils
@@ -28,7 +28,6 @@ from vllm.plugins import load_general_plugins
 from vllm.sampling_params import BeamSearchParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.hashing import sha256
-from vllm.v1 import cudagraph_dispatcher
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import input_processor
@@ -38,11 +37,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.metrics import loggers
 from vllm.v1.request import Request
-from vllm.v1.worker.gpu import cudagraph_utils
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine import hooks, sources
-from vllm_kvselect.engine.cuda import graphs
 from vllm_kvselect.engine.frontend import arguments, metrics, requests
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.planning.cuts import cuts
@@ -410,75 +407,6 @@ def test_stat_logger_hook_does_what_its_patch_does(
         for module in (loggers, patched):
             manager = module.StatLoggerManager(config, enable_default_loggers=False)
             assert [type(one).__name__ for one in manager.stat_loggers] == expected
-
-
-@pytest.mark.parametrize("num_tokens", [3, 5])
-def test_full_graph_hook_does_what_its_patch_does_in_model_runner_v1(
-    num_tokens: int, load_patched: Any
-) -> None:
-    patched = load_patched("0005", "v1/cudagraph_dispatcher.py")
-    config = EngineArgs(model=str(tiny_model()), max_model_len=2048).create_engine_config()
-    compilation = config.compilation_config
-    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 2, 4], 4
-    results, vetoed = [], []
-    for module in (cudagraph_dispatcher, patched):
-        dispatcher = module.CudagraphDispatcher(config)
-        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-        dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_AND_PIECEWISE)
-        compilation.cudagraph_mode = CUDAGraphMode.NONE
-        if module is patched:
-            dispatcher.full_graph_vetoes.append(lambda: bool(vetoed))
-        else:
-            runner = SimpleNamespace(cudagraph_dispatcher=dispatcher)
-            graphs.hook_full_graphs(runner, lambda: bool(vetoed))
-        for is_vetoed in (False, True):
-            vetoed[:] = [True] * is_vetoed
-            results.append(dispatcher.dispatch(num_tokens, uniform_decode=True))
-            results.append(dispatcher.dispatch(num_tokens, True, valid_modes={CUDAGraphMode.NONE}))
-    assert results[:4] == results[4:]
-    modes = [mode for mode, _ in results[:4]]
-    captured = num_tokens <= 4
-    assert modes[0] == (CUDAGraphMode.FULL if captured else CUDAGraphMode.NONE)
-    assert modes[2] == (CUDAGraphMode.PIECEWISE if captured else CUDAGraphMode.NONE)
-
-
-def test_full_graph_hook_does_what_its_patch_does_in_model_runner_v2(load_patched: Any) -> None:
-    patched = load_patched("0005", "v1/worker/gpu/cudagraph_utils.py")
-    results, vetoed = [], []
-    for module in (cudagraph_utils, patched):
-        whole, pieces = (
-            module.BatchExecutionDescriptor(mode, 4, num_reqs, uniform)
-            for mode, num_reqs, uniform in (
-                (CUDAGraphMode.FULL, 4, 1),
-                (CUDAGraphMode.PIECEWISE, None, None),
-            )
-        )
-        manager = object.__new__(module.CudaGraphManager)
-        manager._lora_dispatch_map, manager._graphs_captured = {}, True
-        manager._candidates = {(3, 0): [whole, pieces]}
-        if module is patched:
-            manager.full_graph_vetoes = [lambda: bool(vetoed)]
-        else:
-            runner = SimpleNamespace(cudagraph_manager=manager)
-            graphs.hook_full_graphs(runner, lambda: bool(vetoed))
-        for is_vetoed in (False, True):
-            vetoed[:] = [True] * is_vetoed
-            results.append(manager.dispatch(3, 3, 1, num_active_loras=0).cg_mode)
-            results.append(manager.dispatch(3, 3, None, 0, max_query_len=2).cg_mode)
-    assert results[:4] == results[4:]
-    assert results[::2] == [CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE] * 2
-
-
-def test_full_graph_hook_refuses_a_vllm_that_it_does_not_know(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(
-        sources.KNOWN_GRAPH_SOURCES, "CudagraphDispatcher.dispatch", {"0.32.0": "?"}
-    )
-    dispatcher = object.__new__(cudagraph_dispatcher.CudagraphDispatcher)
-    runner = SimpleNamespace(cudagraph_dispatcher=dispatcher)
-    with pytest.raises(ConfigError, match=r"CudagraphDispatcher\.dispatch changed"):
-        graphs.hook_full_graphs(runner, lambda: False)
 
 
 def test_known_sources_are_those_of_the_installed_vllm() -> None:

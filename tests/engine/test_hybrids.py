@@ -44,15 +44,14 @@ from tests.load.mixture import (
 from tests.method_cases import MethodCase
 from tests.probe_files import probe_of
 from vllm_kvselect.config import ConfigError
-from vllm_kvselect.engine.frontend import arguments
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
 
 pytestmark = pytest.mark.xdist_group("hybrids")
 PAGE_SIZE = 32
 NOTHING_DROPPED = {"kv_eviction": "none"}
-CASES = [MethodCase(name) for name in ("adakv-perturb", "snapkv", "h2o", "layer-thetakv")]
+CASES = [MethodCase(name) for name in ("adakv-perturb", "snapkv", "knorm", "layer-thetakv")]
 PROBE = MethodCase("layer-probe")
-BEHIND_GATES = [MethodCase(name) for name in ("adakv", "snapkv", "h2o", "layer-keydiff")]
+BEHIND_GATES = [MethodCase(name) for name in ("adakv", "snapkv", "knorm", "layer-keydiff")]
 
 
 class Family(NamedTuple):
@@ -213,18 +212,10 @@ def test_nothing_dropped_is_stock_and_freed_blocks_are_those_of_whole_pages(
 
 
 @pytest.mark.parametrize("hybrid", ["gemma4_sharing"], indirect=True)
-def test_layers_that_read_others_caches_are_known_before_and_prefill_densely(
-    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_read_others_caches_prefill_densely(hybrid: Hybrid) -> None:
     with (
         pytest.raises(ConfigError, match="not tried with layers that read other layers' caches"),
         hybrid.start({"prefill": "critiprefill"}, 40),
-    ):
-        pass
-    monkeypatch.setattr(arguments, "num_sharing_layers", lambda _: 0)
-    with (
-        pytest.raises(ConfigError, match="which its config does not say; add cut_at_once: false"),
-        hybrid.start(EVICTION, 40),
     ):
         pass
 
@@ -263,7 +254,7 @@ def test_an_adapters_requests_are_those_of_its_merged_weights(
 def test_two_ranks_answer_as_one(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # Heads that share pages share them with those of their rank, so these do not share.
-    answers, settings = [], [{"kv_eviction": name} for name in ("snapkv", "h2o", "keydiff")]
+    answers, settings = [], [{"kv_eviction": name} for name in ("snapkv", "knorm", "keydiff")]
     for num_ranks in (1, 2):
         with hybrid.start(EVICTION, 80, tensor_parallel_size=num_ranks) as engine:
             answers.append(engine.generate(random_prompts([333, 500, 420]), 12, settings))

@@ -69,19 +69,34 @@ def test_two_halves_of_a_context_are_not_mixed(monkeypatch: pytest.MonkeyPatch) 
         compress_again_what_is_half_gone()
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_sums_move_with_their_entries_from_round_to_round(async_scheduling: bool) -> None:
-    rounds = {"decode_budget": 20, "decode_interval": 12}
-    eviction = EvictionConfig(method="h2o", budget=20, window=4, **rounds)
-    # So few blocks that requests are preempted, and add up their sums again.
-    settings = Settings(eviction=eviction, num_spare_blocks=4, async_scheduling=async_scheduling)
-    seen: Counter[str] = Counter()
-    server = Server(settings, seen=seen)
-    for number in range(1, 9):
-        server.add([*range(1000 * number, 1000 * number + 10 * number)], 60)
-    server.drain()
-    assert server.worker.num_sums >= 20
-    assert server.worker.num_whole_prompts > 3
+def preempt_where_a_context_would_be_packed() -> int:
+    """A request goes in the very step whose beginning would have packed its context.
+
+    Returns:
+        How often that was seen.
+    """
+    every = EvictionConfig(
+        method="adakv", budget=20, window=4, allow_override=("method", "budget", "context")
+    )
+    context, marked, num_seen = [*range(1000, 1064)], {"kv_eviction_context": 64}, 0
+    for length in range(130, 151):  # of what takes all blocks, or all but a few
+        server = Server(Settings(eviction=every, policy="priority"))
+        server.add([*context, 1], 3, 2, marked)
+        server.step(24)
+        server.add([*range(5000, 5000 + length)], 1, 0, {"kv_eviction": "none"})
+        server.step(48)
+        server.add([*context, 2], 3, 1, marked)
+        server.step(200)
+        num_seen += server.scheduler.requests["r1"].num_preemptions
+        server.drain()
+    return num_seen
+
+
+def test_a_context_whose_step_is_not_computed_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert preempt_where_a_context_would_be_packed()
+    monkeypatch.setattr(ContextNames, "take_back", lambda *_: None)
+    with pytest.raises(WrongEntryError, match="another context"):
+        preempt_where_a_context_would_be_packed()
 
 
 def serve_what_is_longer_than_the_pool() -> None:
@@ -113,10 +128,9 @@ def test_ten_thousand_steps(request: pytest.FixtureRequest) -> None:
     assert seen["steps"] >= NUM_STEPS
     for reached in (
         "preempted",
-        "resumed past the prompt",
         "windows in several chunks",
-        "whole prompts summed",
         "pools packed",
+        "requests cut together",
         "hits up to the cap",
         "different settings in a batch",
         "rounds",

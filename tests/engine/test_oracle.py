@@ -25,7 +25,7 @@ from tests.engine.float64 import (
     tail_begin,
 )
 from tests.engine.recorder import Recorder, recording
-from tests.method_cases import METHOD_CASES, MethodCase, every_method_case
+from tests.method_cases import SERVED_CASES, MethodCase
 from tests.probe_files import probe_of
 from vllm_kvselect.choice import Retention, retain, retain_pool, score_layer
 from vllm_kvselect.kernels import cpu
@@ -40,8 +40,8 @@ PROMPT_LENS = (500, 351, 300)
 UNIT = 2.0**-24
 """Unit roundoff of float32."""
 
-METHODS_ALONE = [case for case in METHOD_CASES if not case.values]
-WITH_PARAMETERS = [case for case in METHOD_CASES if len(case.values) > 2]
+METHODS_ALONE = [case for case in SERVED_CASES if not case.values]
+WITH_PARAMETERS = [case for case in SERVED_CASES if len(case.values) > 2]
 """An engine takes seconds to start. One lets its requests choose among all methods, some start with
 several parameters; the other cases run on tensors recorded once."""
 
@@ -130,7 +130,7 @@ def real_layers(make_prompts: Any, shallow_model: Path) -> list[Layer]:
 
 
 @pytest.mark.xdist_group("oracle")
-@every_method_case
+@pytest.mark.parametrize("case", SERVED_CASES, ids=lambda case: case.name)
 def test_methods_choose_from_real_tensors_as_the_oracles(
     case: MethodCase, real_layers: list[Layer]
 ) -> None:
@@ -161,8 +161,7 @@ def inputs(case: MethodCase, layer: Layer, kernels: bool, index: int = 0) -> Sco
     """What the package is given, in float32; W_O packed for kernels."""
     num_tokens, num_kv_heads, size = layer.key.shape
     query, key, value = (tensor.float() for tensor in layer[:3])
-    if not METHODS[case.method].whole_prompt:
-        query = query[-WINDOW:]
+    query = query[-WINDOW:]
     # [hidden, heads * size] -> [num_kv_heads, size, group, hidden]
     weight = layer.projection.view(-1, num_kv_heads, layer.group, size).permute(1, 3, 2, 0)
     projection = OutputProjection.of(weight.contiguous().float())

@@ -4,7 +4,6 @@ import weakref
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -13,7 +12,6 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.drop.request import LiveRequests, Request
 from vllm_kvselect.engine.notice import StepNotice
 from vllm_kvselect.planning.cuts import cuts
-from vllm_kvselect.scoring.inputs import ScoringInputs
 
 BLOCK_SIZE = 32
 SERVER = EvictionConfig(budget=128, allow_override=("method", "budget"))
@@ -68,8 +66,8 @@ def test_each_prompt_has_the_cut_of_its_own_settings() -> None:
     )
     for name, budget in (("a", 128), ("b", 256)):
         assert live[name].plan.cuts == cuts(500, BLOCK_SIZE, EvictionConfig(budget=budget))
-        assert live[name].border == live[name].plan.cuts[0]
-    assert live["c"].border is live["d"].border is None
+        assert live[name].next_cut == live[name].plan.cuts[0]
+    assert live["c"].next_cut is live["d"].next_cut is None
     assert [live[name].plan.num_prompt_tokens for name in "abcd"] == [500] * 4
 
 
@@ -89,37 +87,23 @@ def test_a_request_is_forgotten_when_it_ends() -> None:
 )
 def test_a_pause_puts_another_progress_in_the_place_of_the_old_one(pause: dict[str, Any]) -> None:
     live = LiveRequests(SERVER, BLOCK_SIZE)
-    live.update(message(("a", 500, {"kv_eviction": "h2o"}), ("b", 300, None), ("c", 60, None)))
+    live.update(message(("a", 500, {"kv_eviction": "probe"}), ("b", 300, None), ("c", 60, None)))
     assert live.num_saved_blocks == 0
     a, b = (cuts(n, BLOCK_SIZE, SERVER).num_freed(n) for n in (500, 300))
-    memory = weakref.ref(live["a"].remembered_by(num_layers=1))
+    numbers = weakref.ref(live["a"].numbers_of_entries())
     for name in "ab":
         complete(live[name])
     assert live.num_saved_blocks == a + b
     before, kept = live["a"], live["b"].progress
     live.update(message(**pause))
     assert live.num_saved_blocks == b
-    assert memory() is None
+    assert numbers() is None
     assert live["b"].progress is kept
     assert [live[name].progress.num_made for name in "ab"] == [0, 1]
     live.update(message(("a", 500, None)))  # as the second model runner resumes it
     assert live["a"] is before
     live.update(message(finished_req_ids={"b"}))
     assert live.num_saved_blocks == 0
-
-
-def test_what_aborted_prefills_have_shown_ends_with_them() -> None:
-    """Eighty prompts that are half seen, none of which is ever completed."""
-    live, seen = LiveRequests(SERVER, BLOCK_SIZE), []
-    for index in range(80):
-        new = (f"r{index}", 500, {"kv_eviction": "h2o"})
-        live.update(message(new, finished_req_ids={f"r{index - 1}"}))
-        memory = live[f"r{index}"].remembered_by(num_layers=2)
-        query = torch.zeros(5, 4, 16)
-        memory.observe(ScoringInputs(query, query.transpose(0, 1), query, 1.0), 0)
-        seen.append(weakref.ref(memory))
-    del memory
-    assert [reference() is not None for reference in seen] == [False] * 79 + [True]
 
 
 def test_only_the_scheduler_says_that_a_context_was_found() -> None:
@@ -148,24 +132,11 @@ def test_new_plans_are_taken_once() -> None:
     assert live.take_new_plans() == {}
 
 
-@pytest.mark.parametrize(("method", "first"), [("snapkv", 196), ("h2o", 100), ("layer-probe", 228)])
-def test_sums_need_the_queries_of_all_tokens_and_do_not_let_them_pile_up(
-    method: str, first: int
-) -> None:
+@pytest.mark.parametrize(("method", "first"), [("snapkv", 196), ("layer-probe", 228)])
+def test_what_remembers_numbers_looks_through_no_queries(method: str, first: int) -> None:
     eviction = EvictionConfig(method=method, budget=1.0, decode_budget=128)
     request = Request(planned(100, BLOCK_SIZE, eviction, 500))
-    cut = request.plan.cuts[0]
-    assert request.border is None
-    assert request.num_observed == (100 if method == "h2o" else 0)
-    assert request.first_query(cut) == first
-    request.come_to(131)
-    assert not request.is_behind
-    request.come_to(132)
-    assert request.is_behind == (method == "h2o")
-    request.come_to(cut.position)  # the round adds them up itself
-    assert not request.is_behind
-    without = Request(planned(100, BLOCK_SIZE, eviction, 50))
-    assert without.num_observed == 0  # without a round
+    assert request.first_query(request.plan.cuts[0]) == first
 
 
 def test_rounds_are_due_when_what_comes_before_them_is_computed() -> None:
@@ -174,7 +145,7 @@ def test_rounds_are_due_when_what_comes_before_them_is_computed() -> None:
     new.scheduled_new_reqs[0].sampling_params = SamplingParams(max_tokens=500)
     live.update(new)
     request, planned_cuts = live["a"], live["a"].plan.cuts
-    assert request.border is None
+    assert request.last_cut is None
     # 228 tokens hold less than a block more than the budget takes in whole blocks.
     assert [cut.position for cut in planned_cuts] == [228, 356, 484]
 
@@ -188,13 +159,13 @@ def test_rounds_are_due_when_what_comes_before_them_is_computed() -> None:
     assert request.due_cut is planned_cuts[0]
     complete(request)
     assert request.due_cut is None
-    assert request.border is request.last_cut is planned_cuts[0]
+    assert request.last_cut is planned_cuts[0]
     assert request.next_cut is planned_cuts[1]
     assert request.num_saved_blocks == planned_cuts[0].first_packed
     live.update(message(preempted_req_ids={"a"}))
     assert request.due_cut is None  # it waits, and holds nothing
     step(0, "a")
-    assert request.border is request.due_cut is None
+    assert request.last_cut is request.due_cut is None
     assert request.num_saved_blocks == 0
     step(228)
     assert request.due_cut is planned_cuts[0]

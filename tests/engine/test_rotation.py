@@ -192,8 +192,8 @@ def test_adapters_are_taken_off_for_the_trial() -> None:
         module.qkv_proj(torch.ones(1))
 
 
-@pytest.mark.parametrize("method", ["expected-attention", "layer-probe"])
-def test_text_with_positions_of_several_parts_is_as_with_one(method: str, tmp_path: Path) -> None:
+def test_text_with_positions_of_several_parts_is_as_with_one(tmp_path: Path) -> None:
+    method = "layer-probe"
     folder = random_llama(tmp_path / "model", num_layers=2)
     probe = str(probe_of(folder))
     settings: dict[str, Any] = {"method": method, "probe": probe, "allow_override": ["method"]}
@@ -225,7 +225,7 @@ def refuses_images(engine: LLMEngine, method: str) -> None:
 
 
 def test_tables_of_the_real_model_are_its_angles(start_engine: EngineFactory) -> None:
-    with start_engine({"method": "expected-attention"}, 80) as engine:
+    with start_engine({"method": "layer-probe"}, 80) as engine:
         rotations = [impl.rotation for impl in engine.impls]
     angles = 100_000.0 ** (-torch.arange(32, dtype=torch.float64) / 32)
     turns = torch.arange(2048, dtype=torch.float64)[:, None] * angles
@@ -236,7 +236,7 @@ def test_tables_of_the_real_model_are_its_angles(start_engine: EngineFactory) ->
 
 
 def test_layers_with_adapters_are_bound(start_engine: EngineFactory) -> None:
-    with start_engine({"method": "expected-attention"}, 80, enable_lora=True) as engine:
+    with start_engine({"method": "layer-probe"}, 80, enable_lora=True) as engine:
         assert all(isinstance(impl.rotation, Rotation) for impl in engine.impls)
 
 
@@ -277,7 +277,7 @@ def test_models_of_other_kinds(
 ) -> None:
     config.architectures = [architecture]
     config.save_pretrained(tmp_path)
-    llm = start(tmp_path, "dummy", method="expected-attention")
+    llm = start(tmp_path, "dummy", method="adakv", allow_override=["method"])
     try:
         layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
         (rotation, *_) = [layer.impl.rotation for layer in layers if layer.sliding_window is None]
@@ -295,13 +295,13 @@ def test_a_model_whose_rotation_cannot_be_told_serves_other_methods(
     persimmon: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=rf"{REFUSED}Transformers.*PersimmonAttention"):
-        start(persimmon, method="expected-attention")
+        start(persimmon, method="layer-probe")
     llm = start(persimmon, method="adakv", allow_override=["method"])
     try:
         (answer,) = llm.generate(PROMPT, params("keydiff"), use_tqdm=False)
         assert len(answer.outputs[0].token_ids) == 4
         with pytest.raises(RequestRefusedError, match=REFUSED) as caught:
-            llm.generate(PROMPT, params("expected-attention"), use_tqdm=False)
+            llm.generate(PROMPT, params("layer-probe"), use_tqdm=False)
         offered = str(caught.value).partition("choose one of ")[2].partition(" (parameter")[0]
         assert {*offered.split(", ")} == {
             name for name in METHODS if "rotation" not in METHODS[name].needs

@@ -82,7 +82,7 @@ def test_a_gated_model_serves_methods_without_norms_and_refuses_others_per_reque
 ) -> None:
     llm = start(afmoe, "dummy", method="adakv", allow_override=["method"])
     try:
-        choices = ["snapkv", "h2o", "none", None]
+        choices = ["snapkv", "knorm", "none", None]
         answers = llm.generate([PROMPT] * 4, [params(choice) for choice in choices], use_tqdm=False)
         assert all(len(answer.outputs[0].token_ids) == 4 for answer in answers)
         for method in ("adakv-perturb", "thetakv", "layer-defensivekv"):
@@ -92,7 +92,7 @@ def test_a_gated_model_serves_methods_without_norms_and_refuses_others_per_reque
             offered = re.search(r"choose one of (.*) \(parameter", str(caught.value))
             assert offered
             others = {name for name in METHODS if not METHODS[name].perturbation}
-            assert {*offered[1].split(", ")} == others >= {"snapkv", "h2o"}
+            assert {*offered[1].split(", ")} == others >= {"snapkv", "knorm"}
     finally:
         llm.llm_engine.engine_core.shutdown()
 
@@ -138,7 +138,7 @@ def test_the_workers_are_asked_once_and_one_without_projections_is_enough() -> N
         with pytest.raises(RequestRefusedError, match="no projections here"):
             asyncio.run(check_needs(engine, PROMPT, params("snapkv-perturb")))
     # What is missing is no obstacle to a method that does not need it.
-    asyncio.run(check_needs(engine, PROMPT, params("expected-attention")))
+    asyncio.run(check_needs(engine, PROMPT, params("probe")))
     assert engine.asked == ["kv_eviction_problems"]
 
 
@@ -148,9 +148,9 @@ def test_the_workers_are_asked_once_and_one_without_projections_is_enough() -> N
         ("adakv", "thetakv", True),
         ("none", "snapkv-perturb", True),
         ("adakv-perturb", "thetakv", False),  # would not have started
-        ("adakv", "expected-attention", True),
-        ("adakv-perturb", "expected-attention", True),
-        ("expected-attention", "keydiff", False),
+        ("adakv", "probe", True),
+        ("adakv-perturb", "probe", True),
+        ("probe", "keydiff", False),
         ("adakv", "snapkv", False),
         ("adakv", "none", False),
         ("adakv", None, False),

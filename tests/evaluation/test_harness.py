@@ -157,7 +157,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 
 def config_of(folder: Path, server: StandIn, **values: Any) -> EvaluationConfig:
-    given = {"url": server.url, "methods": ("snapkv", "h2o"), "budgets": (128, 0.5)}
+    given = {"url": server.url, "methods": ("snapkv", "knorm"), "budgets": (128, 0.5)}
     return parse(folder, "answers", **{**given, **values})
 
 
@@ -166,7 +166,7 @@ def test_every_setting_is_asked_for_and_its_scores_come_back(folder: Path, serve
     found = list(harness.run(config))
     bodies = server.bodies[5:]  # after one request to see that each is allowed
     asked: list[dict[str, Any]] = [{"kv_eviction": "none", "kv_prefill": "dense"}]
-    for method in ("snapkv", "h2o"):
+    for method in ("snapkv", "knorm"):
         for budget in (128, 0.5):
             settings = {"kv_eviction": method, "kv_eviction_budget": budget}
             settings |= {"kv_eviction_decode_budget": 0, "kv_eviction_prompt_interval": 0}

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 
 from tests.method_cases import MethodCase
 from tests.strategies import Layer
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.kernels import rows
 from vllm_kvselect.kernels.base import Kernels
-from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.held import Held
+from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting import selection
 
@@ -54,6 +57,34 @@ class Backend:
         projection = inputs.output_projection
         return replace(inputs, output_projection=projection and self.pack(projection))
 
+    def held(self, inputs: ScoringInputs) -> Held:
+        """One row; what competes is what values cover, and comes before the queries."""
+        value = inputs.value[:, : inputs.num_scored]
+        return Held.of([replace(self.ready(inputs), value=value)])
+
+    def scores(self, scorer: Scorer, inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
+        """What the twin of a scorer says of a layer, `[num_kv_heads, n]`."""
+        return rows.scores(self.kernels, scorer, self.held(inputs), config)[0]
+
+    def value_norms(self, value: torch.Tensor, projection: OutputProjection) -> torch.Tensor:
+        """Norms of a layer's values, `[num_kv_heads, n]`."""
+        return rows.value_norms(self.kernels, of_values(value, projection))[0]
+
+    def select_pruned(
+        self,
+        scores: torch.Tensor,
+        weights: torch.Tensor,
+        value: torch.Tensor,
+        projection: OutputProjection,
+        budgets: torch.Tensor,
+        num_retained: int,
+        *rest: float,
+    ) -> torch.Tensor:
+        """What a layer retains in two stages."""
+        held = of_values(value, projection)
+        given = scores[None], weights[None], budgets, [num_retained], *rest
+        return rows.select_pruned(self.kernels, held, *given)
+
     def placed(self, layer: Layer) -> Layer:
         """A layer whose tensors lie on the device."""
         tensors = {name: part for name, part in vars(layer).items() if part is not None}
@@ -71,6 +102,12 @@ class Backend:
         """Entries of each head, none and all among them."""
         each = st.lists(st.integers(0, num_tokens), min_size=heads, max_size=heads)
         return torch.tensor(draw(each)).to(self.device)
+
+
+def of_values(value: torch.Tensor, projection: OutputProjection) -> Held:
+    """A row of which values alone are read."""
+    query = value.new_empty(0, value.shape[0], value.shape[2])
+    return Held.of([ScoringInputs(query, value, value, 1.0, projection)])
 
 
 def behind_stage_1(needed: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -7,7 +7,6 @@ are compute capabilities such as 90; printed is, as JSON, the most shared memory
 
 import json
 import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tests.strategies import scoring_inputs
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cuda
-from vllm_kvselect.kernels.triton.pruning import needed_value_norms
 from vllm_kvselect.paging.page_table import PageTable
-from vllm_kvselect.scoring.rotation import Rotation
+from vllm_kvselect.scoring.held import Held, Paged
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 KV_HEADS, GROUP, HIDDEN_SIZE, NUM_TOKENS, BLOCK_SIZE = 8, 4, 4096, 8192, 16
@@ -56,7 +53,7 @@ class Device:
         return GPUTarget("cuda", self._capability, 32)
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED_BYTES[device]}
+        return {"max_shared_mem": SHARED_BYTES[device], "multiprocessor_count": 132}
 
     def get_current_device(self) -> int:
         return self._capability
@@ -83,34 +80,51 @@ def main(capabilities: list[int]) -> None:
                 launch_all(torch.bfloat16, head_size)
             else:
                 launch_products(torch.bfloat16, head_size)
-            launch_quantized(head_size, capability)
+            launch_quantized(head_size)
         if SHARED_BYTES[capability] == min(SHARED_BYTES.values()):
             launch_products(torch.float32, 256)
     sys.stdout.write(json.dumps(shared))
 
 
-def launch_quantized(head_size: int, capability: int) -> None:
-    """Calls what moves entries of an fp8 cache, and what may read them where Triton knows fp8.
+def held_of(
+    dtype: torch.dtype, head_size: int, is_quantized: bool = False, rotated: bool = True
+) -> Held:
+    """What a request of one layer holds, with all that a layer may have."""
+    pages = torch.zeros(1, KV_HEADS, NUM_TOKENS // BLOCK_SIZE, dtype=torch.int64)
+    stored = torch.uint8 if is_quantized else dtype
+    turns = torch.empty(2, 1, NUM_TOKENS, head_size // 2 if rotated else 0)
+    paged = Paged(
+        torch.empty(4, BLOCK_SIZE, 2 * head_size, dtype=stored),
+        dtype,
+        torch.empty(1, 2, 256, dtype=dtype) if is_quantized else None,
+        torch.ones(1),
+        torch.empty(1, KV_HEADS * GROUP, dtype=dtype),
+        torch.empty(1, KV_HEADS, 2 * head_size + 1),
+        (turns[0], turns[1]),
+        torch.zeros(1, dtype=torch.int32),
+        False,
+        OutputProjection(*(part[None] for part in projection_of(dtype, head_size)[:3])),
+    )
+    window, num_competing = EvictionConfig().window, NUM_TOKENS - BLOCK_SIZE * 4
+    query = torch.empty(1, 1, window, KV_HEADS * GROUP, head_size, dtype=dtype)
+    absent = torch.zeros(1, KV_HEADS, dtype=torch.int64)
+    given = num_competing, BLOCK_SIZE, [0], [window + 3], True, query, None, [0], [0]
+    nobody: Any = None  # no layer is read by itself
+    return Held([nobody], pages, absent, *given, lambda: paged)
 
-    The engine widens them before they are scored, on every card.
-    """
-    config, dtype = EvictionConfig(), torch.float8_e4m3fn
-    query = torch.empty(config.window, KV_HEADS * GROUP, head_size, dtype=torch.bfloat16)
-    key = torch.empty(KV_HEADS, NUM_TOKENS, head_size, dtype=dtype)
-    if capability >= 89:
-        cuda.mean_attention(scoring_inputs(query, key, 1.0), config)
-    move(dtype, key, torch.zeros(64, dtype=torch.int64))
+
+def launch_quantized(head_size: int) -> None:
+    """Calls what reads and moves entries of an fp8 cache: bytes, whatever Triton knows of fp8."""
+    launch_products(torch.bfloat16, head_size, is_quantized=True)
+    move(torch.float8_e4m3fn, head_size)
 
 
-def launch_products(dtype: torch.dtype, head_size: int) -> None:
+def launch_products(dtype: torch.dtype, head_size: int, is_quantized: bool = False) -> None:
     """Calls what multiplies tiles."""
-    config = EvictionConfig()
-    query = torch.empty(config.window, KV_HEADS * GROUP, head_size, dtype=dtype)
-    key = torch.empty(KV_HEADS, NUM_TOKENS, head_size, dtype=dtype)
-    cuda.mean_attention(scoring_inputs(query, key, 1.0), config)
-    scores, budgets = torch.zeros(KV_HEADS, NUM_TOKENS), torch.full((KV_HEADS,), 1024)
-    stage_1 = torch.zeros(KV_HEADS, NUM_TOKENS, dtype=torch.bool)
-    needed_value_norms(scores, key, projection_of(dtype, head_size), stage_1, budgets, 1e-4)
+    held, config = held_of(dtype, head_size, is_quantized), EvictionConfig()
+    scores = cuda.snapkv_scores(held, config)
+    budgets = torch.full((KV_HEADS,), 1024)
+    cuda.select_pruned(held, scores, scores, budgets, [KV_HEADS * 1024], 0.5, 1e-4)
 
 
 def projection_of(dtype: torch.dtype, head_size: int) -> OutputProjection:
@@ -121,35 +135,32 @@ def projection_of(dtype: torch.dtype, head_size: int) -> OutputProjection:
     return OutputProjection(weight, form, form.float())
 
 
-def move(dtype: torch.dtype, key: torch.Tensor, retained: torch.Tensor) -> None:
+def move(dtype: torch.dtype, head_size: int) -> None:
     """Calls what moves entries."""
-    cuda.gather_entries(key, retained, NUM_TOKENS)
-    cache = torch.empty(4, KV_HEADS, BLOCK_SIZE, 2 * key.shape[2], dtype=dtype)
-    blocks = torch.zeros(NUM_TOKENS // BLOCK_SIZE, dtype=torch.int32)
-    entries = cuda.gather_from_blocks(cache, blocks, retained, NUM_TOKENS)
-    cuda.scatter_entries(cache, retained, entries)
+    memory = torch.empty(4, KV_HEADS, BLOCK_SIZE, 2 * head_size, dtype=dtype)
+    pages = torch.zeros(KV_HEADS, NUM_TOKENS // BLOCK_SIZE, dtype=torch.int64)
+    retained = torch.zeros(64, dtype=torch.int64)
+    cuda.move_retained(memory, pages, retained, NUM_TOKENS, pages[0])
 
 
 def launch_all(dtype: torch.dtype, head_size: int) -> None:
     """Calls every twin once."""
     config = EvictionConfig()
-    query = torch.empty(config.window, KV_HEADS * GROUP, head_size, dtype=dtype)
-    key, value = torch.empty(2, NUM_TOKENS, KV_HEADS, head_size, dtype=dtype).transpose(1, 2)
-    inputs = scoring_inputs(query, key, 1.0)
-    cuda.snapkv_scores(inputs, config)
-    cuda.snapkv_scores(replace(inputs, num_absent=torch.zeros(KV_HEADS, dtype=torch.int64)), config)
-    turn = Rotation(*torch.empty(2, NUM_TOKENS, head_size // 2))
-    probe = torch.empty(2 * head_size + 1, KV_HEADS)
-    prompt = scoring_inputs(query, key, 1.0, value, rotated_by=turn, probe=probe)
-    cuda.probed_scores(prompt, 0)
-    projection = projection_of(dtype, head_size)
-    cuda.projected_value_norms(value, projection)
-    scores, budgets = torch.zeros(KV_HEADS, NUM_TOKENS), torch.full((KV_HEADS,), 1024)
-    stage_1 = cuda.stage_1_mask(scores, budgets, 0.5)
-    needed_value_norms(scores, value, projection, stage_1, budgets, 1e-4)
-    cuda.adaptive_pages(scores, 64, BLOCK_SIZE, config)
-    retained = cuda.select(scores, budgets, KV_HEADS * 1024)
-    move(dtype, key, retained)
+    held = held_of(dtype, head_size)
+    scores = cuda.snapkv_scores(held, config)
+    cuda.mean_attention(held, config)
+    cuda.defensive_scores(held, config)
+    cuda.keydiff_scores(held, config)
+    cuda.probe_scores(held, config)
+    cuda.probe_scores(held_of(dtype, head_size, rotated=False), config)
+    cuda.projected_value_norms(held)
+    cuda.projected_value_l2_norms(held)
+    launch_products(dtype, head_size)
+    scores, budgets = scores[0], torch.full((KV_HEADS,), 1024)
+    cuda.adaptive_pages(scores[None], [64], BLOCK_SIZE, config)
+    cuda.best_first(scores[None], [64])
+    cuda.select(scores, budgets, KV_HEADS * 1024)
+    move(dtype, head_size)
     blocks = torch.zeros(NUM_TOKENS // BLOCK_SIZE, dtype=torch.int32)
     integers = torch.zeros(2, dtype=torch.int32)
     out = PageTable(
@@ -168,6 +179,7 @@ def launch_all(dtype: torch.dtype, head_size: int) -> None:
         0,
         out,
     )
+    key = torch.empty(NUM_TOKENS, KV_HEADS, head_size, dtype=dtype).transpose(0, 1)
     blocks_of_keys = cuda.extremes(key, 32)
     queries = torch.empty(NUM_TOKENS, KV_HEADS * GROUP, head_size, dtype=dtype)
     segments = cuda.extremes(queries.transpose(0, 1), 512)

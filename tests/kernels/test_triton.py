@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.backend import Backend, behind_stage_1
+from tests.kernels.backend import Backend, behind_stage_1, of_values
 from tests.kernels.twins import *  # noqa: F403 (tests)
 from tests.kernels.unsynchronised import SYNCHRONISING, SynchronisationError, unsynchronised
-from tests.method_cases import METHOD_CASES, MethodCase
+from tests.method_cases import SERVED_CASES, MethodCase
 from tests.strategies import Shape, random_layer, scoring_inputs
 from tests.test_page_table import Batch
 from tests.uneven import ROUND_CASES
@@ -19,7 +19,6 @@ from vllm_kvselect.choice import retain
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.paging import compaction
 from vllm_kvselect.paging.page_table import PageTable
-from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring import snapkv
 from vllm_kvselect.scoring.probe import num_features
 from vllm_kvselect.scoring.value_norms import OutputProjection
@@ -31,17 +30,31 @@ from vllm_kvselect.kernels import cuda
 from vllm_kvselect.kernels import triton as triton_kernels
 from vllm_kvselect.kernels.triton import allocation as allocation_kernels
 from vllm_kvselect.kernels.triton import criticality as criticality_kernels
+from vllm_kvselect.kernels.triton import keydiff as keydiff_kernels
 from vllm_kvselect.kernels.triton import page_table as page_table_kernels
+from vllm_kvselect.kernels.triton import pruning as pruning_kernels
 from vllm_kvselect.kernels.triton import selection as selection_kernels
-from vllm_kvselect.kernels.triton import value_norms as norm_kernels
 from vllm_kvselect.kernels.triton import window_attention as attention_kernels
-from vllm_kvselect.kernels.triton.pruning import needed_value_norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = [
     importlib.import_module(module.name)
     for module in pkgutil.iter_modules(triton_kernels.__path__, f"{triton_kernels.__name__}.")
 ]
+
+
+def needed_value_norms(
+    weights: torch.Tensor,
+    value: torch.Tensor,
+    projection: OutputProjection,
+    stage_1: torch.Tensor,
+    budgets: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """Those of one layer."""
+    held = of_values(value, projection)
+    given = weights[None], stage_1[None], budgets, eps
+    return pruning_kernels.needed_value_norms(held, *given)[0]
 
 
 BACKEND = Backend(
@@ -64,9 +77,9 @@ def backend() -> Iterator[Backend]:
         if DEVICE == "cpu":
             patch.setattr(selection_kernels, "_LARGEST_BLOCK", 64)
             patch.setattr(allocation_kernels, "_BLOCK", 32)
-            patch.setattr(allocation_kernels, "_CELLS", 16)
+            patch.setattr(allocation_kernels, "_CELLS", 1024)
             patch.setattr(attention_kernels, "_LEAST_SPLIT", 64)
-            patch.setattr(norm_kernels, "_PART", 64)
+            patch.setattr(keydiff_kernels, "_PART", 64)
             patch.setattr(page_table_kernels, "_BLOCK", 4)
             patch.setattr(criticality_kernels, "_BLOCKS", 16)
             patch.setattr(criticality_kernels, "_TOKENS", 8)
@@ -77,7 +90,8 @@ def test_of_the_window_alone_nothing_is_scored() -> None:
     inputs = scoring_inputs(
         torch.ones(3, 2, 16, device=DEVICE), torch.ones(1, 3, 16, device=DEVICE)
     )
-    assert cuda.snapkv_scores(inputs, EvictionConfig(window=3)).shape == (1, 0)
+    scores = BACKEND.scores(snapkv.snapkv_scores, inputs, EvictionConfig(window=3))
+    assert scores.shape == (1, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -89,7 +103,7 @@ def test_keys_of_an_fp8_cache_are_scored_as_the_numbers_that_they_stand_for(
     key = torch.randn(2, 60, 16, generator=generator).to(dtype).to(DEVICE)
     config = EvictionConfig(window=3)
     expected = snapkv.snapkv_scores(scoring_inputs(query.double(), key.double(), 0.25), config)
-    scores = cuda.snapkv_scores(scoring_inputs(query, key, 0.25), config)
+    scores = BACKEND.scores(snapkv.snapkv_scores, scoring_inputs(query, key, 0.25), config)
     torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=0)
 
 
@@ -109,13 +123,10 @@ def test_norms_whose_bounds_come_second_are_found() -> None:
     assert retained.tolist() == list(range(40, 50))
 
 
-SERVED = [case for case in METHOD_CASES if not METHODS[case.method].whole_prompt]
-
-
 @pytest.mark.parametrize(
     ("case", "absent"),
     [
-        *(pytest.param(case, None, id=case.name) for case in SERVED),
+        *(pytest.param(case, None, id=case.name) for case in SERVED_CASES),
         *(pytest.param(case, [16, 40], id=f"{case.name}-uneven") for case in ROUND_CASES),
     ],
 )
@@ -152,9 +163,9 @@ def test_compaction_and_page_tables_wait_for_nothing() -> None:
     cache = torch.zeros(9, 2, 4, 16, device=DEVICE)
     retained = torch.arange(16, device=DEVICE)
     blocks = torch.tensor([7, 3, 8], device=DEVICE)
+    pages = compaction.head_pages(blocks, 2)
     with unsynchronised():
-        gathered = cuda.gather_from_blocks(cache, blocks, retained, 12)
-        cuda.scatter_entries(cache, compaction.packed_slots(blocks[1:], 2, 4), gathered)
+        cuda.move_retained(cache, pages, retained, 12, blocks[1:])
         cuda.headwise_page_table(*inputs, block_size, num_blocks, first_layer, out)
 
 

@@ -32,8 +32,8 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.paging import compaction, page_table
 from vllm_kvselect.paging.page_table import PageTable
-from vllm_kvselect.scoring import defensivekv, snapkv, value_norms
-from vllm_kvselect.scoring.inputs import Scorer
+from vllm_kvselect.scoring import defensivekv, probe, snapkv, value_norms
+from vllm_kvselect.scoring.inputs import Scorer, absent_columns
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting import selection
 
@@ -48,6 +48,8 @@ WINDOW_SCORERS = (
 def test_twins_have_the_names_and_signatures_of_their_references(backend: Backend) -> None:
     replaced = 0
     for part in fields(Kernels):
+        if part.name == "over_rows":
+            continue
         reference, twin = getattr(REFERENCES, part.name), getattr(backend.kernels, part.name)
         assert twin.__name__ == reference.__name__ == part.name
         assert inspect.signature(twin) == inspect.signature(reference)
@@ -101,8 +103,11 @@ def test_scores_of_the_window(
         absent = some_absent(shape, seed).to(backend.device)
         inputs, given_inputs = (replace(i, num_absent=absent) for i in (inputs, given_inputs))
     expected = scorer(inputs, config)
-    scores = backend.kernels.scorer(scorer)(given_inputs, config)
+    scores = backend.scores(scorer, given_inputs, config)
     assert scores.dtype == torch.float32
+    if is_uneven:  # what is said of absent entries is ignored
+        is_absent = absent_columns(absent, scores.shape[1])
+        scores, expected = (each.masked_fill(is_absent, 0) for each in (scores, expected))
     # A logit of n products is off by n eps of the sum of magnitudes; a weight by twice that.
     group = query.view(shape.window, shape.num_kv_heads, shape.group, -1).double().abs()
     magnitude = torch.einsum("wkgd,ktd->kgwt", group, key.double().abs()).max() * shape.scale
@@ -118,7 +123,7 @@ def test_windows_of_one_query_and_of_more_than_a_tile(backend: Backend, window: 
     key = torch.randn(1, 200, 16, generator=generator).to(backend.device)
     config = EvictionConfig(window=window, kernel_size=1)
     expected = snapkv.snapkv_scores(scoring_inputs(query.double(), key.double(), 0.25), config)
-    scores = backend.kernels.snapkv_scores(scoring_inputs(query, key, 0.25), config)
+    scores = backend.scores(snapkv.snapkv_scores, scoring_inputs(query, key, 0.25), config)
     torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=0)
 
 
@@ -132,7 +137,11 @@ def test_probed_scores(
     backend: Backend, shape: Shape, seed: int, dtype: torch.dtype, kind: str, first_position: int
 ) -> None:
     inputs = probe_inputs(shape, seed, dtype, kind, backend.device)
-    check_probed(backend.kernels.probed_scores(inputs, first_position), inputs, first_position)
+    # The last one is the window.
+    competing = replace(inputs, value=inputs.value[:, :-1], first_position=first_position)
+    config = EvictionConfig.parse({"num_sinks": 0, "window": 1})
+    scores = backend.scores(probe.probe_scores, competing, config)
+    check_probed(scores, replace(competing, key=inputs.key[:, :-1]), first_position)
 
 
 @drawn(
@@ -158,7 +167,7 @@ def test_value_norms(
     weight = torch.randn(heads, size, group, hidden_size, generator=generator).to(dtype)
     value, weight = value.to(backend.device), weight.to(backend.device)
     projection = backend.pack(OutputProjection.of(weight))
-    norms = backend.kernels.projected_value_norms(value, projection)
+    norms = backend.value_norms(value, projection)
     expected = value_norms.value_norms(value.double(), weight.double())
     # A product is off by `size` eps of its magnitudes, and a sum by as many as it has terms.
     magnitude = value_norms.value_norms(value.double().abs(), weight.double().abs())
@@ -202,7 +211,7 @@ def test_needed_value_norms_retain_what_all_norms_retain(
     total = int(budgets.sum())
     arguments = (scores, weights, value, projection, budgets)
     norms = backend.needed_norms(*arguments, alpha, eps)
-    every = backend.kernels.projected_value_norms(value, projection)
+    every = backend.value_norms(value, projection)
     rtol = backend.norms_rtol
     torch.testing.assert_close(norms[norms != 0], every[norms != 0], rtol=rtol, atol=0)
     stage_1 = selection.stage_1_mask(scores, budgets, alpha)
@@ -211,7 +220,7 @@ def test_needed_value_norms_retain_what_all_norms_retain(
         for each in (norms, every.where(norms != 0, 0.0), every)
     )
     assert torch.equal(pruned, exact)
-    retained = backend.kernels.select_pruned(*arguments, total, alpha, eps)
+    retained = backend.select_pruned(*arguments, total, alpha, eps)
     assert torch.equal(retained, own)
 
 
@@ -267,7 +276,7 @@ def test_the_order_of_scores_is_that_of_a_stable_sort(
     seed=seeds,
     heads=st.integers(1, 9),
     block_size=st.sampled_from((1, 4, 16)),
-    num_packed=st.integers(1, 5),
+    num_packed=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     more=st.integers(0, 20),
     tied=st.booleans(),
     safeguard=st.sampled_from((0.0, 0.2, 0.37, 1.0)),
@@ -278,28 +287,58 @@ def test_allocation(
     seed: int,
     heads: int,
     block_size: int,
-    num_packed: int,
+    num_packed: list[int],
     more: int,
     tied: bool,
     safeguard: float,
     floor: str,
 ) -> None:
-    scores = backend.ranked(seed, heads, num_packed * block_size + more, tied)
+    """In segments side by side, each with packed blocks of its own."""
+    num_tokens = max(num_packed) * block_size + more
+    scores = backend.ranked(seed, len(num_packed) * heads, num_tokens, tied)
+    scores = scores.unflatten(0, (len(num_packed), heads))
     config = EvictionConfig.parse({"safeguard": safeguard, "floor": floor})
-    arguments = (num_packed, block_size)
-    pages = backend.kernels.adaptive_pages(scores, *arguments, config)
-    expected = oracle.adaptive_pages(scores.tolist(), *arguments, safeguard, floor)
-    assert pages.tolist() == expected
-    pages = backend.kernels.shared_pages(scores, *arguments, config)
-    assert pages.tolist() == oracle.adaptive_pages(scores.tolist(), *arguments, 0.0)
+    pages = backend.kernels.adaptive_pages(scores, num_packed, block_size, config)
+    assert pages.tolist() == [
+        oracle.adaptive_pages(segment.tolist(), each, block_size, safeguard, floor)
+        for segment, each in zip(scores, num_packed, strict=True)
+    ]
+    pages = backend.kernels.shared_pages(scores, num_packed, block_size, config)
+    assert pages.tolist() == [
+        oracle.adaptive_pages(segment.tolist(), each, block_size, 0.0)
+        for segment, each in zip(scores, num_packed, strict=True)
+    ]
+    pages = backend.kernels.uniform_pages(scores, num_packed, block_size, config)
+    assert pages.tolist() == [[each] * heads for each in num_packed]
+    expected = selection.best_first(scores, num_packed)
+    assert torch.equal(backend.kernels.best_first(scores, num_packed), expected)
+
+
+@pytest.mark.parametrize("num_values", [1, 3, 10**6])
+def test_pages_of_256_heads_are_the_references(backend: Backend, num_values: int) -> None:
+    """Of few values nearly all are ties, among tokens and among heads."""
+    generator = torch.Generator().manual_seed(num_values)
+    scores = torch.randint(num_values, (1, 256, 20), generator=generator).float()
+    given = (scores.to(backend.device), [1], 8, EvictionConfig())
+    expected = REFERENCES.adaptive_pages(*given)
+    assert torch.equal(backend.kernels.adaptive_pages(*given), expected)
+    assert int(expected.sum()) == 256
+
+
+def test_what_is_absent_is_not_among_the_best(backend: Backend) -> None:
+    scores = torch.full((2, 1, 8), -torch.inf)
+    scores[:, :, 5:] = torch.tensor([2.0, 1.0, 3.0])
+    found = backend.kernels.best_first(scores.to(backend.device), [2, 4])
+    assert found[:, 0, 5:].tolist() == [[torch.inf, 1.0, torch.inf], [torch.inf] * 3]
+    assert (found[:, :, :5] == -torch.inf).all()
 
 
 def test_the_lower_head_gets_a_page_that_two_heads_share(backend: Backend) -> None:
     """Two heads have six of the twelve best entries each, a page and a half."""
-    scores = torch.zeros(3, 8)
-    scores[1:, :6] = 1.0
-    pages = backend.kernels.shared_pages(scores.to(backend.device), 1, 4, EvictionConfig())
-    assert pages.tolist() == [0, 2, 1]
+    scores = torch.zeros(1, 3, 8)
+    scores[0, 1:, :6] = 1.0
+    pages = backend.kernels.shared_pages(scores.to(backend.device), [1], 4, EvictionConfig())
+    assert pages.tolist() == [[0, 2, 1]]
 
 
 @drawn(
@@ -336,27 +375,44 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float8_e4m3fn])
-def test_entries_are_moved_as_bytes(backend: Backend, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("most_bytes", [2**28, 60 * 24, 1])
+def test_entries_are_moved_as_bytes(
+    backend: Backend, dtype: torch.dtype, most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two requests in two layers; blocks that are packed are read from, in parts or at once."""
+    monkeypatch.setattr(compaction, "MOST_BYTES", most_bytes)
     generator = torch.Generator().manual_seed(0)
-    retained = torch.tensor([0, 5, 19, 20, 41, 59] * 7).to(backend.device)
+    num_layers, num_blocks, num_heads, size, num_competing = 2, 8, 3, 4, 12
+    shape = (num_layers * num_blocks, num_heads, size, 24)
+    memory = drawn_bits(generator, dtype, *shape).to(backend.device)
+    held = [[5, 1, 3], [2, 7, 6]]  # of which each packs the last two
+    starts = [num_blocks * layer for layer in range(num_layers)]
+    rows = [torch.tensor(blocks) + start for blocks in held for start in starts]
+    pages = torch.cat([compaction.head_pages(row, num_heads) for row in rows])
+    packed_blocks = torch.cat([row[1:] for row in rows])
+    most = len(pages) * num_competing
+    retained = torch.randperm(most, generator=generator)[: len(packed_blocks) * num_heads * size]
+    retained = retained.sort().values
+    expected = as_bytes(memory).clone()
+    for place, index in enumerate(retained.tolist()):
+        head, column = divmod(index, num_competing)
+        block, slot = divmod(int(pages[head, column // size]), num_heads)
+        packed, to = divmod(place, num_heads * size)
+        target = (int(packed_blocks[packed]), *divmod(to, size))
+        expected[target] = as_bytes(memory)[block, slot, column % size]
+    given = [part.to(backend.device) for part in (pages, retained, packed_blocks)]
+    backend.kernels.move_retained(memory, given[0], given[1], num_competing, given[2])
+    assert torch.equal(as_bytes(memory), expected)
 
-    def drawn(*shape: int) -> torch.Tensor:
-        return drawn_bits(generator, dtype, *shape).to(backend.device)
 
-    kernels = backend.kernels
-    rows = drawn(30, 3, 2, 12)[:, :, 1].transpose(0, 1)
-    expected = compaction.gather_entries(rows, retained, 20)
-    assert torch.equal(as_bytes(kernels.gather_entries(rows, retained, 20)), as_bytes(expected))
-    # Every other block of a larger allocation, as with layers side by side.
-    cache = drawn(6, 2, 3, 4, 24)[:, 1]
-    blocks = torch.tensor([5, 0, 3, 2, 4]).to(backend.device)
-    gathered = kernels.gather_from_blocks(cache, blocks, retained, 20)
-    expected = compaction.gather_from_blocks(cache, blocks, retained, 20)
-    assert torch.equal(as_bytes(gathered), as_bytes(expected))
-    slots, other = compaction.packed_slots(blocks[2:], 3, 4), cache.clone()
-    kernels.scatter_entries(cache, slots, gathered[: slots.numel()])
-    compaction.scatter_entries(other, slots, expected[: slots.numel()])
-    assert torch.equal(as_bytes(cache), as_bytes(other))
+def test_what_is_moved_at_once_is_bounded() -> None:
+    """Of a prompt of 131,072 tokens of an 8B at an eighth: 2 GiB in bfloat16."""
+    num_entries, width, itemsize = 32 * 8 * 2**14, 256, 2
+    found = compaction.parts(width, itemsize, num_entries)
+    assert [part.start for part in found] == [*range(0, width, 32)]
+    assert [part.stop for part in found] == [*range(32, width + 1, 32)]
+    assert num_entries * 32 * itemsize == compaction.MOST_BYTES
+    assert compaction.parts(width, itemsize, 2**17) == [slice(0, width)]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, *HALVES, torch.float64])

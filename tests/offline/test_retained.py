@@ -76,7 +76,7 @@ def test_retained_entries_equal_the_oracle(method: str, block_size: int) -> None
 
 def oracle_inputs(index: int, scored: int, config: EvictionConfig) -> oracle.LayerInputs:
     layer = LAYERS[index]
-    first = 0 if KNOWN_METHODS[config.method].whole_prompt else NUM_PROMPT_TOKENS - WINDOW
+    first = 0 if KNOWN_METHODS[config.method].scorer.whole_prompt else NUM_PROMPT_TOKENS - WINDOW
     return oracle.LayerInputs(
         layer.query[first:NUM_PROMPT_TOKENS].tolist(),
         layer.key[:, :NUM_PROMPT_TOKENS].tolist(),

@@ -188,7 +188,7 @@ def stage_1_scores(
         return [[-order.index(token) for token in range(num_scored)]] * len(key)
     if base == "random":
         return random_scores(config.seed, index, len(key), num_scored)
-    if base in ("h2o", "probe") and layer.numbers:
+    if base == "probe" and layer.numbers:
         return [row[:num_scored] for row in layer.numbers]
     if base == "h2o":
         return h2o_scores(query, key, scale, config.window, sinks)

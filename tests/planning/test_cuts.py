@@ -13,6 +13,7 @@ from vllm_kvselect.planning.cuts import (
     Role,
     budget_entries,
     budget_problem,
+    chunk_end,
     cuts,
     most_blocks,
 )
@@ -203,12 +204,12 @@ def test_a_context_is_cut_at_its_last_block_border_as_if_the_prompt_ended_there(
     prompt_len: int, block_size: int, budget: int | float, window: int, context: int
 ) -> None:
     config = make(budget, window)
-    border = min(context, prompt_len) // block_size * block_size
+    border = min(context, prompt_len - 1) // block_size * block_size
     marked = config.model_copy(update={"context": context})
     expected = cuts(border, block_size, config) if border else Cuts()
     assert cuts(prompt_len, block_size, marked) == expected
     for cut in expected:
-        assert cut.position == border <= prompt_len
+        assert cut.position == border < prompt_len
 
 
 def test_what_follows_a_context_does_not_move_its_cut() -> None:
@@ -394,3 +395,36 @@ def test_a_block_of_many_pages_keeps_the_budget_of_a_page() -> None:
     # A block that is one page packs a whole one of its own.
     assert cuts(1500, 544, config)[0].num_packed == 1
     assert not cuts(600, 544, config, page_size=32)
+
+
+CUT = Cut(1000, 10, 5, 60)
+
+
+@many
+@given(
+    window=st.integers(1, 60),
+    in_graph=st.integers(1, 9),
+    rooms=st.lists(st.integers(1, 400), min_size=1, max_size=30),
+    begin=st.integers(0, 900),
+)
+def test_no_chunk_with_tokens_of_the_window_fits_a_graph(
+    window: int, in_graph: int, rooms: list[int], begin: int
+) -> None:
+    """Whatever room steps have, and with room for twice as many and one more a chunk goes on."""
+    enough = 2 * in_graph + 1
+    for room in (*rooms, *[enough] * 1000):
+        end = chunk_end(begin, begin + room, CUT, window, in_graph)
+        assert begin <= end <= min(begin + room, CUT.position)
+        assert end > begin or room < enough
+        if end > max(begin, CUT.position - window):
+            assert end - begin > in_graph
+        begin = end
+        if begin == CUT.position:
+            return
+    raise AssertionError("the cut is not reached")
+
+
+def test_without_graphs_a_chunk_ends_at_the_cut_alone() -> None:
+    assert chunk_end(900, 980, CUT, 32) == 980
+    assert chunk_end(998, 999, CUT, 32) == 999
+    assert chunk_end(900, 1200, CUT, 32) == 1000

@@ -168,17 +168,11 @@ def _plugin() -> str:
 
 def _hooks() -> str:
     from vllm_kvselect.engine import hooks
-    from vllm_kvselect.engine.platforms import platform_name
-    from vllm_kvselect.engine.sources import KNOWN_GRAPH_SOURCES, KNOWN_SOURCES, unknown_vllm
+    from vllm_kvselect.engine.sources import KNOWN_SOURCES, unknown_vllm
 
-    unknown, number = hooks.unknown_sources(), len(KNOWN_SOURCES)
-    if platform_name() == "cuda":
-        from vllm_kvselect.engine.cuda import graphs
-
-        unknown, number = unknown + graphs.unknown_sources(), number + len(KNOWN_GRAPH_SOURCES)
-    if unknown:
+    if unknown := hooks.unknown_sources():
         raise ConfigError(unknown_vllm(unknown))
-    return f"all {number} functions that are hooked are as this release knows them"
+    return f"all {len(KNOWN_SOURCES)} functions that are hooked are as this release knows them"
 
 
 def _names() -> str:

@@ -1,9 +1,8 @@
-"""Six of the seven places where vLLM has no public extension point, one function each.
+"""The places where vLLM has no public extension point, one function each.
 
 Each has a matching diff in `patches/` in the form it would be sent upstream. What a hook replaces
 is compared with the source it was written for (`sources.py`). Where it differs, eviction is
 refused.
-The seventh is in `cuda/graphs.py`, since only workers on CUDA need it.
 """
 
 import functools

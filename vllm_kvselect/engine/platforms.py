@@ -115,6 +115,13 @@ def has_drafter_layers(vllm_config: VllmConfig) -> bool:
     return speculative is not None and speculative.uses_draft_kv_cache()
 
 
+def tokens_in_graph(vllm_config: VllmConfig) -> int:
+    """Tokens of a request in a step that runs as one graph; 0 where none does."""
+    if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        return 0
+    return 1 + vllm_config.num_speculative_tokens
+
+
 def has_fp8_caches() -> bool:
     """Whether vLLM's CPU kernel knows fp8 caches on this processor."""
     return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()

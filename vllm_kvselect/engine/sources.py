@@ -38,12 +38,6 @@ KNOWN_SOURCES = {
 }
 """SHA-256, first 16 digits, of the vLLM functions that the hooks rely on, by release."""
 
-KNOWN_GRAPH_SOURCES = {
-    "CudagraphDispatcher.dispatch": {"0.32.0": "56eabe7548de3714", "0.33.0": "56eabe7548de3714"},
-    "CudaGraphManager.dispatch": {"0.32.0": "16099f9929707031", "0.33.0": "16099f9929707031"},
-}
-"""The same for what only workers on CUDA rely on."""
-
 
 def source_digest(function: Callable[..., Any]) -> str:
     """Identifies a function's source."""

@@ -4,9 +4,9 @@ Each default is the reference in PyTorch. A device replaces fields with twins of
 signature; a field that does not exist is an error.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -16,13 +16,14 @@ from vllm_kvselect.paging.page_table import PageTable
 from vllm_kvselect.prefilling import criticality
 from vllm_kvselect.prefilling.criticality import Extremes
 from vllm_kvselect.scoring import defensivekv, probe, r_kv, snapkv, value_norms
-from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
-from vllm_kvselect.scoring.memory import Function
+from vllm_kvselect.scoring.inputs import Scorer
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting import allocation, pruning, selection
 
-Allocator = Callable[[torch.Tensor, int, int, EvictionConfig], torch.Tensor]
-"""`(ranking, num_packed, block_size, config)` -> pages per head `[num_kv_heads]`."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+Allocator = Callable[[torch.Tensor, Sequence[int], int, EvictionConfig], torch.Tensor]
+"""`(ranking, num_packed, block_size, config)` -> pages per head, by segments of heads."""
 
 
 class PageTableBuilder(Protocol):
@@ -52,11 +53,12 @@ class Kernels:
         mean_attention: The same without pooling.
         defensive_scores: The worst case of the window's attention.
         r_kv_scores: Scores of the window, less how much a key repeats others.
-        probed_scores: What a probe says of tokens.
+        probe_scores: What a probe says of tokens.
         projected_value_norms: Norms of all entries.
         uniform_pages: The same number of pages for every head.
         adaptive_pages: Pages by the heads' best entries, with a safeguard.
         shared_pages: The same without one.
+        best_first: Scores of which each head's best come before all others.
         stage_1_mask: Entries that stage 1 retains.
         select: Entries that are retained by one key.
         select_pruned: Entries that are retained in two stages, with the norms that this takes.
@@ -64,25 +66,26 @@ class Kernels:
         read_entries: Single entries of such a cache.
         write_entries: The same, written.
         look_up: The numbers that bytes of a quantised cache stand for.
-        gather_entries: Entries by head and token.
-        gather_from_blocks: Entries out of a prompt's blocks.
-        scatter_entries: Entries into slots.
+        move_retained: What is retained, from where it is into packed blocks.
         headwise_page_table: Page tables of single heads.
         extremes: Largest and smallest values of groups of tokens.
         criticality: What share of a segment's attention goes to each block before it.
+        over_rows: Twins that compute all rows at once, by the names of their references; what is
+            not among them is computed row by row (`rows.py`).
     """
 
     snapkv_scores: Scorer = snapkv.snapkv_scores
     mean_attention: Scorer = defensivekv.mean_attention
     defensive_scores: Scorer = defensivekv.defensive_scores
     r_kv_scores: Scorer = r_kv.r_kv_scores
-    probed_scores: Callable[[ScoringInputs, int], torch.Tensor] = probe.probed_scores
+    probe_scores: Scorer = probe.probe_scores
     projected_value_norms: Callable[[torch.Tensor, OutputProjection], torch.Tensor] = (
         value_norms.projected_value_norms
     )
     uniform_pages: Allocator = allocation.uniform_pages
     adaptive_pages: Allocator = allocation.adaptive_pages
     shared_pages: Allocator = allocation.shared_pages
+    best_first: Callable[[torch.Tensor, Sequence[int]], torch.Tensor] = selection.best_first
     stage_1_mask: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = (
         selection.stage_1_mask
     )
@@ -111,20 +114,16 @@ class Kernels:
         compaction.write_entries
     )
     look_up: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = compaction.look_up
-    gather_entries: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] = (
-        compaction.gather_entries
-    )
-    gather_from_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor] = (
-        compaction.gather_from_blocks
-    )
-    scatter_entries: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = (
-        compaction.scatter_entries
+    move_retained: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None] = (
+        compaction.move_retained
     )
     headwise_page_table: PageTableBuilder = page_table.headwise_page_table
     extremes: Callable[[torch.Tensor, int], Extremes] = criticality.extremes
     criticality: Callable[[Extremes, Extremes, float, torch.Tensor], torch.Tensor] = (
         criticality.criticality
     )
+
+    over_rows: Mapping[str, Callable[..., torch.Tensor]] = field(default_factory=dict)
 
     def twin(self, reference: Function) -> Function:
         """The field with a function's name, or the function itself where there is none."""

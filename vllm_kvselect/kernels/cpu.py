@@ -13,6 +13,7 @@ Sums are float32 in tiers 1 and 2.
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -23,7 +24,6 @@ from vllm_kvselect.kernels.build import load_library
 from vllm_kvselect.kernels.tiers import STORED, multiplied_dtype
 from vllm_kvselect.prefilling import criticality as references_of_prefill
 from vllm_kvselect.prefilling.criticality import Extremes
-from vllm_kvselect.scopes import Floor
 from vllm_kvselect.scorers import Pooling, QueryGroup
 from vllm_kvselect.scoring import defensivekv, probe, r_kv, snapkv
 from vllm_kvselect.scoring import value_norms as references
@@ -89,18 +89,9 @@ def r_kv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     return r_kv.scores_with(_similarities if _takes(inputs) else r_kv.similarities, inputs, config)
 
 
-def probed_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
-    """Twin of `probe.probed_scores`, for rotations whose pairs are not neighbours (NeoX)."""
-    rotation, key = inputs.rotation, inputs.key
-    if key.dtype not in STORED or (rotation is not None and rotation.interleaved):
-        return probe.probed_scores(inputs, first_position)
-    assert inputs.probe is not None
-    tables = [key.new_empty(key.shape[1], 0, dtype=torch.float32)] * 2
-    if rotation is not None:
-        tables = [_rows(table.float()) for table in rotation.rows(first_position, key.shape[1])]
-    weights = inputs.probe.T.float().contiguous()
-    given = (_rows(key), _rows(inputs.value), weights, *tables)
-    return _call("probe_scores", *given, first_position, probe.PER_TOKEN)
+def probe_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
+    """Twin of `probe.probe_scores`."""
+    return probe.scores_with(_probed_scores, inputs, config)
 
 
 def projected_value_norms(value: torch.Tensor, projection: OutputProjection) -> torch.Tensor:
@@ -147,7 +138,7 @@ def select_and_project(
         projection.packed,
         group,
         projection.bound_form,
-        math.sqrt(hidden_size) * pruning.rounding_factor(value, hidden_size),
+        math.sqrt(hidden_size) * pruning.rounding_factor(value.dtype, value.shape[2], hidden_size),
         budgets,
         num_absent,
         alpha,
@@ -157,18 +148,29 @@ def select_and_project(
 
 
 def adaptive_pages(
-    scores: torch.Tensor, num_packed: int, block_size: int, config: EvictionConfig
+    scores: torch.Tensor, num_packed: Sequence[int], block_size: int, config: EvictionConfig
 ) -> torch.Tensor:
     """Twin of `allocation.adaptive_pages`."""
+    given = (scores, num_packed, block_size, config)
     if scores.dtype != torch.float32:
-        return allocation.adaptive_pages(scores, num_packed, block_size, config)
-    parameters = config.of(Floor)
-    if parameters.floor == "minimum":
-        least = int(parameters.safeguard * num_packed * block_size)
-        return _call("pages_above_floor", _rows(scores), num_packed, block_size, least)
-    unit = allocation.SAFEGUARD_UNIT
-    share = round(parameters.safeguard * unit)
-    return _call("adaptive_pages", _rows(scores), num_packed, block_size, share, unit)
+        return allocation.adaptive_pages(*given)
+    return allocation.adaptive_by_parts(best_first, _share_out, *given)
+
+
+def shared_pages(
+    scores: torch.Tensor, num_packed: Sequence[int], block_size: int, config: EvictionConfig
+) -> torch.Tensor:
+    """Twin of `allocation.shared_pages`."""
+    if scores.dtype != torch.float32:
+        return allocation.shared_pages(scores, num_packed, block_size, config)
+    return _share_out(scores, num_packed, block_size, 0, 1)
+
+
+def best_first(scores: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Twin of `selection.best_first`."""
+    if scores.dtype != torch.float32:
+        return selection.best_first(scores, counts)
+    return _call("best_first", _rows(scores), counts)
 
 
 def stage_1_mask(scores: torch.Tensor, budgets: torch.Tensor, alpha: float) -> torch.Tensor:
@@ -231,6 +233,13 @@ def criticality(
     return logits.softmax(dim=-1)
 
 
+def _share_out(
+    scores: torch.Tensor, num_packed: Sequence[int], block_size: int, share: int, unit: int
+) -> torch.Tensor:
+    """Twin of `allocation.share_out`."""
+    return _call("share_out", _rows(scores), num_packed, block_size, share, unit)
+
+
 def _takes(inputs: ScoringInputs) -> bool:
     """Whether the kernel of the window's attention takes such keys."""
     key = inputs.key
@@ -241,6 +250,20 @@ def _similarities(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
     """`r_kv.similarities`."""
     key, multiplied = _rows(inputs.key), multiplied_dtype(inputs.key.dtype)
     return _call("similarities", key, threshold, inputs.num_absent, multiplied)
+
+
+def _probed_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
+    """Twin of `probe.probed_scores`, for rotations whose pairs are not neighbours (NeoX)."""
+    rotation, key = inputs.rotation, inputs.key
+    if key.dtype not in STORED or (rotation is not None and rotation.interleaved):
+        return probe.probed_scores(inputs, first_position)
+    assert inputs.probe is not None
+    tables = [key.new_empty(key.shape[1], 0, dtype=torch.float32)] * 2
+    if rotation is not None:
+        tables = [_rows(table.float()) for table in rotation.rows(first_position, key.shape[1])]
+    weights = inputs.probe.T.float().contiguous()
+    given = (_rows(key), _rows(inputs.value), weights, *tables)
+    return _call("probe_scores", *given, first_position, probe.PER_TOKEN)
 
 
 def _window_attention(inputs: ScoringInputs, kernel_size: int, largest: bool) -> torch.Tensor:
@@ -266,10 +289,12 @@ KERNELS = Kernels(
     mean_attention=mean_attention,
     defensive_scores=defensive_scores,
     r_kv_scores=r_kv_scores,
-    probed_scores=probed_scores,
+    probe_scores=probe_scores,
     projected_value_norms=projected_value_norms,
     select_pruned=select_pruned,
     adaptive_pages=adaptive_pages,
+    shared_pages=shared_pages,
+    best_first=best_first,
     stage_1_mask=stage_1_mask,
     select=select,
     read_pages=read_pages,

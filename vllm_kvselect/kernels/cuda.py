@@ -5,35 +5,92 @@ and values; other dtypes go to the reference. Importing this module imports Trit
 with vLLM on CUDA; nothing else does.
 """
 
-from vllm_kvselect.kernels.base import Kernels
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.kernels import rows
+from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.kernels.triton.allocation import adaptive_pages, shared_pages
-from vllm_kvselect.kernels.triton.compaction import (
-    gather_entries,
-    gather_from_blocks,
-    scatter_entries,
-)
+from vllm_kvselect.kernels.triton.compaction import move_retained
 from vllm_kvselect.kernels.triton.criticality import criticality, extremes
+from vllm_kvselect.kernels.triton.keydiff import keydiff_scores
 from vllm_kvselect.kernels.triton.page_table import headwise_page_table
-from vllm_kvselect.kernels.triton.probe import probed_scores
+from vllm_kvselect.kernels.triton.paged import takes
+from vllm_kvselect.kernels.triton.probe import probe_scores
 from vllm_kvselect.kernels.triton.pruning import select_pruned
-from vllm_kvselect.kernels.triton.selection import select, stage_1_mask
-from vllm_kvselect.kernels.triton.value_norms import projected_value_norms
-from vllm_kvselect.kernels.triton.window_attention import mean_attention, snapkv_scores
+from vllm_kvselect.kernels.triton.selection import best_first, select, stage_1_mask
+from vllm_kvselect.kernels.triton.value_norms import (
+    projected_value_l2_norms,
+    projected_value_norms,
+)
+from vllm_kvselect.kernels.triton.window_attention import (
+    defensive_scores,
+    mean_attention,
+    snapkv_scores,
+)
+from vllm_kvselect.scorers import Pooling
+from vllm_kvselect.scoring import defensivekv, keydiff, probe, snapkv
+from vllm_kvselect.scoring.held import Held
+from vllm_kvselect.scoring.inputs import Scorer
+
+
+def _over_rows(
+    twin: Callable[[Held, EvictionConfig], torch.Tensor],
+    reference: Scorer,
+    serves: Callable[[EvictionConfig], bool] = lambda _: True,
+) -> Callable[[Held, EvictionConfig], torch.Tensor]:
+    """The twin of a scorer where it can be used, else the reference, row by row."""
+
+    def call(held: Held, config: EvictionConfig) -> torch.Tensor:
+        if takes(held) and serves(config):
+            return twin(held, config)
+        return rows.scores(REFERENCES, reference, held, config)
+
+    call.__name__ = reference.__name__
+    return call
+
+
+def _of_values(
+    twin: Callable[..., torch.Tensor], lifted: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    """The same of what reads values."""
+
+    def call(held: Held, *given: Any) -> torch.Tensor:
+        return twin(held, *given) if takes(held) else lifted(REFERENCES, held, *given)
+
+    call.__name__ = twin.__name__
+    return call
+
+
+_OVER_ROWS = (
+    _over_rows(snapkv_scores, snapkv.snapkv_scores),
+    _over_rows(mean_attention, defensivekv.mean_attention),
+    _over_rows(
+        defensive_scores,
+        defensivekv.defensive_scores,
+        # Otherwise rows are pooled one by one.
+        lambda config: config.of(Pooling).pooling == "max",
+    ),
+    _over_rows(probe_scores, probe.probe_scores),
+    _over_rows(keydiff_scores, keydiff.keydiff_scores),
+    _of_values(projected_value_norms, rows.value_norms),
+    _of_values(projected_value_l2_norms, rows.value_l2_norms),
+    _of_values(select_pruned, rows.select_pruned),
+)
 
 KERNELS = Kernels(
-    snapkv_scores=snapkv_scores,
-    mean_attention=mean_attention,
-    probed_scores=probed_scores,
-    projected_value_norms=projected_value_norms,
-    select_pruned=select_pruned,
     adaptive_pages=adaptive_pages,
     shared_pages=shared_pages,
+    best_first=best_first,
     stage_1_mask=stage_1_mask,
     select=select,
-    gather_entries=gather_entries,
-    gather_from_blocks=gather_from_blocks,
-    scatter_entries=scatter_entries,
+    move_retained=move_retained,
     headwise_page_table=headwise_page_table,
     extremes=extremes,
     criticality=criticality,
+    over_rows=MappingProxyType({twin.__name__: twin for twin in _OVER_ROWS}),
 )

@@ -147,7 +147,7 @@ def _inputs(prompt: Prompt, index: int, scored: int, config: EvictionConfig) -> 
     layer = prompt.layers[index]
     query, key = layer.query[: prompt.num_tokens], layer.key[:, : prompt.num_tokens]
     method = KNOWN_METHODS[config.method]
-    if not method.whole_prompt:
+    if not method.scorer.whole_prompt:
         query = query[-config.window :]
     value = layer.value[:, :scored]
     if prompt.what_if == "equal-norms":

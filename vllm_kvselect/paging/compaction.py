@@ -1,8 +1,9 @@
 """Compaction: what is read out of a prompt's blocks, and where the retained entries go."""
 
-from collections.abc import Sequence
-
 import torch
+
+MOST_BYTES = 2**28
+"""The most that is gathered before it is scattered: memory beside the cache."""
 
 
 def run_pages(packed_blocks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
@@ -51,69 +52,72 @@ def packed_slots(packed_blocks: torch.Tensor, num_kv_heads: int, block_size: int
     return (pages[:, None] * block_size + offsets).flatten()
 
 
-def pool_slots(
-    packed_blocks: torch.Tensor,
-    num_kv_heads: int,
-    block_size: int,
-    num_layers: int,
-    num_blocks: int,
+def retained_slots(
+    pages: torch.Tensor, retained: torch.Tensor, num_competing: int, block_size: int
 ) -> torch.Tensor:
-    """Slot of every entry that the layers of a pool retain, in the memory of all layers.
+    """Slot of every retained entry before it is moved.
 
     Args:
-        packed_blocks: Block ids, `[num_packed]`.
-        num_kv_heads: KV heads per block and layer.
+        pages: Page ids of what each head of each row holds, in order, `[num_heads, n]` integers.
+        retained: Flat indices `head * num_competing + column`, `[m]` int64.
+        num_competing: Columns that compete, a multiple of `block_size`.
         block_size: Entries per page.
-        num_layers: Layers of the pool.
-        num_blocks: Blocks of the cache; block `b` of layer `l` is block `l * num_blocks + b` there.
 
     Returns:
-        `[num_layers * num_packed * num_kv_heads * block_size]` int64: the slots of `packed_slots`,
-        layer after layer.
+        Slots `page * block_size + offset`, `[m]` int64.
     """
-    layers = torch.arange(num_layers, dtype=torch.int64, device=packed_blocks.device)
-    blocks = layers[:, None] * num_blocks + packed_blocks
-    return packed_slots(blocks.flatten(), num_kv_heads, block_size)
+    head, column = retained // num_competing, retained % num_competing
+    return pages[head, column // block_size].to(torch.int64) * block_size + column % block_size
 
 
-def retained_slots(
+def parts(num_elements: int, itemsize: int, num_entries: int) -> list[slice]:
+    """Parts in which entries are moved, each of which is gathered before it is scattered.
+
+    A part is some elements of *every* entry: whichever entries are written where others are read,
+    no part writes what another reads.
+
+    Args:
+        num_elements: Elements of an entry.
+        itemsize: Bytes of an element.
+        num_entries: Entries that are moved.
+
+    Returns:
+        Elements of each part. Copies of a part take at most `MOST_BYTES`, but a part has 16 bytes
+        of an entry at least: with fewer, memory would be read many times.
+    """
+    unit = max(1, 16 // itemsize)
+    most = MOST_BYTES // (max(1, num_entries) * itemsize)
+    size = max(unit, most // unit * unit)
+    return [slice(start, min(start + size, num_elements)) for start in range(0, num_elements, size)]
+
+
+def move_retained(
+    memory: torch.Tensor,
+    pages: torch.Tensor,
     retained: torch.Tensor,
     num_competing: int,
-    blocks: torch.Tensor,
-    num_kv_heads: int,
-    block_size: int,
-    num_blocks: int,
-) -> torch.Tensor:
-    """Slot of every retained entry before it is moved, in the memory of all layers.
+    packed_blocks: torch.Tensor,
+) -> None:
+    """Moves what rows of heads retain into their packed blocks.
+
+    Sources and targets overlap. Rows are layers of requests; the i-th retained entry goes to the
+    i-th slot of the packed blocks of all rows.
 
     Args:
-        retained: Flat indices `(layer * num_kv_heads + head) * num_competing + token`, `[n]` int64.
-        num_competing: Tokens before the tail, a multiple of `block_size`.
-        blocks: Block ids of the prompt, int64.
-        num_kv_heads: KV heads per block and layer.
-        block_size: Entries per page.
-        num_blocks: Blocks of the cache.
-
-    Returns:
-        `[n]` int64.
+        memory: The caches of all layers as one, `[num_blocks, num_kv_heads, block_size, width]`,
+            contiguous, K and V of an entry side by side.
+        pages: Page ids of what each head of each row holds, in order,
+            `[num_rows * num_kv_heads, n]` integers.
+        retained: Flat indices `head * num_competing + column`, ascending, `[m]` int64.
+        num_competing: Columns that compete, a multiple of `block_size`.
+        packed_blocks: Blocks of `memory`, row by row, which hold `m` entries.
     """
-    owner, token = retained // num_competing, retained % num_competing
-    layer, head = owner // num_kv_heads, owner % num_kv_heads
-    block = layer * num_blocks + blocks[token // block_size]
-    return (block * num_kv_heads + head) * block_size + token % block_size
-
-
-def through_layers(retained: Sequence[torch.Tensor], per_layer: int) -> torch.Tensor:
-    """Joins what layers retain, each by indices of its own, or all of them together.
-
-    Args:
-        retained: Flat indices of each layer, or those of all layers as the only part.
-        per_layer: Entries of a layer that compete.
-
-    Returns:
-        Flat indices that count through the layers, `[n]` int64.
-    """
-    return torch.cat([part + index * per_layer for index, part in enumerate(retained)])
+    _, num_kv_heads, block_size, width = memory.shape
+    entries = memory.view(-1, width)
+    sources = retained_slots(pages, retained, num_competing, block_size)
+    targets = packed_slots(packed_blocks, num_kv_heads, block_size)
+    for part in parts(width, memory.itemsize, len(sources)):
+        entries[targets, part] = entries[sources, part]
 
 
 def read_pages(cache: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -179,54 +183,3 @@ def look_up(codes: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         Shaped as `codes`, of the numbers' dtype.
     """
     return numbers.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
-
-
-def gather_entries(
-    entries: torch.Tensor, retained: torch.Tensor, num_competing: int
-) -> torch.Tensor:
-    """Collects the retained keys, or values.
-
-    Args:
-        entries: `[num_kv_heads, num_tokens, head_size]`, at any strides.
-        retained: Flat indices `head * num_competing + token`, `[n]` int64.
-        num_competing: Tokens before the tail, at most `num_tokens`.
-
-    Returns:
-        `[n, head_size]`.
-    """
-    return entries[retained // num_competing, retained % num_competing]
-
-
-def gather_from_blocks(
-    cache: torch.Tensor, blocks: torch.Tensor, retained: torch.Tensor, num_competing: int
-) -> torch.Tensor:
-    """Collects the retained entries out of a prompt's blocks, where K and V stand side by side.
-
-    All are read before any is written (`scatter_entries`): sources and targets overlap.
-
-    Args:
-        cache: A layer's cache, `[num_blocks, num_kv_heads, block_size, width]`, with K and V of
-            an entry in one row (as on CUDA), at any strides.
-        blocks: Block ids of the prompt in token order, `[n]`.
-        retained: Flat indices `head * num_competing + token`, `[m]` int64.
-        num_competing: Tokens before the tail.
-
-    Returns:
-        `[m, width]`.
-    """
-    head, token = retained // num_competing, retained % num_competing
-    block_size = cache.shape[2]
-    return cache[blocks.to(torch.int64)[token // block_size], head, token % block_size]
-
-
-def scatter_entries(cache: torch.Tensor, slots: torch.Tensor, entries: torch.Tensor) -> None:
-    """Writes entries, K and V side by side, into slots of the one-head view of the cache.
-
-    Args:
-        cache: As in `gather_from_blocks`.
-        slots: `page * block_size + offset`, as from `packed_slots`, `[m]` int64, none twice.
-        entries: `[m, width]`.
-    """
-    num_kv_heads, block_size = cache.shape[1:3]
-    page = slots // block_size
-    cache[page // num_kv_heads, page % num_kv_heads, slots % block_size] = entries

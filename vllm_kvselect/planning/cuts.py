@@ -28,7 +28,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One moment at which a request drops entries.
+    """One moment at which a request drops entries, between two steps.
 
     Entries are packed by kernel blocks, which hold a page of each head, and freed by blocks. What
     lies between the last freed block and the first packed kernel block is not used.
@@ -145,7 +145,8 @@ def cuts(
 ) -> Cuts:
     """Computes all cuts of a request, those that free anything.
 
-    One lies at the prompt's end or, where a context is marked, at the last block border in it. With
+    One lies at the prompt's end or, where a context is marked, at the last block border in it that
+    at least one token of the prompt follows: so the request goes on, and the cut is made. With
     a `prompt_interval`, others lie before it at every multiple: they retain the whole budget of
     what stands before the latest interval, which is left as it is.
     Rounds follow at every `decode_interval` tokens past the prompt, as soon as there is more than
@@ -167,7 +168,7 @@ def cuts(
     end = num_prompt_tokens
     if config.context is not None:
         assert config.context != "chat"  # `turns.with_context` has put a number there
-        end = min(config.context, num_prompt_tokens) // block_size * block_size
+        end = min(config.context, num_prompt_tokens - 1) // block_size * block_size
     entries, step = budget_entries(end, config), config.prompt_interval
     # A position, the latest tokens that do not compete there, and the entries retained with them.
     in_prompt = range(step, end, step) if step else ()
@@ -183,6 +184,35 @@ def cuts(
         if cut is not None and cut.num_freed > (made[-1].num_freed if made else 0):
             made.append(cut)
     return Cuts(made)
+
+
+def chunk_end(begin: int, end: int, cut: Cut, window: int, tokens_in_graph: int = 0) -> int:
+    """Where a chunk of a request ends, which would come to `end` if there were no cut.
+
+    Chunks end at cuts. Nobody sees the queries of a step that runs as one graph, and cuts look
+    through some: so no chunk that holds tokens of the window is as short as a request's part of a
+    graph, nor leaves one that is.
+
+    Args:
+        begin: Position of its first token.
+        end: Position after its last token, at most.
+        cut: The next cut.
+        window: Tokens before the cut that it looks through.
+        tokens_in_graph: Tokens of a request in a graph of a whole step; 0 without such graphs.
+
+    Returns:
+        The position; `begin` if the request has to wait for a larger step. One with room for `2 *
+        tokens_in_graph + 1` tokens is always large enough.
+    """
+    if end >= cut.position:
+        return cut.position
+    if not tokens_in_graph:
+        return end
+    end = min(end, cut.position - tokens_in_graph - 1)
+    first_query = cut.position - window
+    if end > first_query and end - begin <= tokens_in_graph:
+        end = first_query
+    return max(begin, end)
 
 
 def _cut_at(

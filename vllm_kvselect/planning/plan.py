@@ -40,20 +40,6 @@ class Plan:
         """Cuts that lie in the prompt, its end included."""
         return self.cuts.num_made(self.num_prompt_tokens)
 
-    @cached_property
-    def cut_at_once(self) -> Cut | None:
-        """The only cut of a prompt, if it is made in the step that reaches it.
-
-        Keys are at hand then. Other cuts are made before the step after, where a chunk begins.
-        """
-        is_at_once = self.num_in_prompt == 1 and self.settings.cut_at_once
-        return self.cuts[0] if is_at_once else None
-
-    @cached_property
-    def is_cut_between_steps(self) -> bool:
-        """Whether it has cuts that are made between two steps: a chunk ends at each cut then."""
-        return bool(self.cuts) and self.cuts[-1] is not self.cut_at_once
-
     @property
     def context_cut(self) -> Cut:
         """The cut at a marked context's end, after which nothing is dropped any more."""

@@ -30,7 +30,11 @@ def defensive_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Ten
         pooled = mean_pool(rows, pooling.kernel_size)
         total = pooled.sum(dim=-1, keepdim=True).clamp_(min=torch.finfo(pooled.dtype).tiny)
         worst = (pooled * (rows.sum(dim=-1, keepdim=True) / total)).amax(dim=1)
-    return torch.maximum(worst, worst.mean(dim=-1, keepdim=True))
+    if (is_absent := inputs.is_absent) is None:
+        return torch.maximum(worst, worst.mean(dim=-1, keepdim=True))
+    is_absent = is_absent[:, : inputs.num_scored]
+    total = worst.masked_fill(is_absent, 0).sum(dim=-1, keepdim=True)
+    return torch.maximum(worst, total / (~is_absent).sum(dim=-1, keepdim=True))
 
 
 def mean_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:

@@ -5,14 +5,11 @@ distribution. Rotated by the positions that come next, its mean and covariance g
 that a key can expect in closed form.
 """
 
-from dataclasses import replace
-
 import torch
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scorers import Expectation, FirstTokens
 from vllm_kvselect.scoring.inputs import ScoringInputs
-from vllm_kvselect.scoring.memory import ObservingMemory, Twins, no_twins
 from vllm_kvselect.scoring.query_moments import QueryMoments
 
 _BLOCK_ELEMENTS = 2**22
@@ -23,8 +20,7 @@ def expected_attention_scores(inputs: ScoringInputs, config: EvictionConfig) -> 
     """Scores entries by `(attention + expected_eps) * norm of the value`, the first tokens above.
 
     Args:
-        inputs: Keys of the whole prompt, values, and queries: of the whole prompt, or their
-            moments.
+        inputs: Keys and queries of the whole prompt, and values.
         config: Gives `expected_eps`, `future`, `num_sinks` and `window`.
 
     Returns:
@@ -72,9 +68,7 @@ def expected_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.T
     """
     num_kv_heads, num_tokens, head_size = inputs.key.shape
     num_sinks = _num_sinks(config)
-    moments = inputs.moments or _moments(inputs, 0, num_tokens, config)
-    assert moments is not None
-    mean, covariance = _of_later_queries(moments, inputs, config)
+    mean, covariance = _of_later_queries(_moments(inputs, config), inputs, config)
     logits = _log_expectations(
         inputs.key[:, num_sinks:],
         (inputs.scale * mean).view(num_kv_heads, -1, head_size),
@@ -90,49 +84,22 @@ def expected_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.T
     return scores
 
 
-class MomentsOfQueries(ObservingMemory):
-    """The moments, added up chunk by chunk.
+def _moments(inputs: ScoringInputs, config: EvictionConfig) -> QueryMoments:
+    """Moments of the queries before their rotation, in blocks.
 
-    They take `num_heads * head_size * (head_size + 1)` floats for each layer that is observed and
-    not yet scored: all of them between two chunks of a prompt, one if it comes in one.
+    The first `num_sinks` are outliers and do not count, but the last of all always does.
     """
-
-    def __init__(self, num_tokens: int, num_layers: int, config: EvictionConfig) -> None:
-        super().__init__(num_tokens, num_layers, config)
-        self._moments: dict[int, QueryMoments] = {}
-
-    def _observe(self, inputs: ScoringInputs, first_position: int, twin: Twins) -> None:
-        added = _moments(inputs, first_position, self.num_tokens, self.config)
-        if added is None:
-            return
-        known = self._moments.get(inputs.layer_index)
-        self._moments[inputs.layer_index] = known.merged(added) if known else added
-
-    def complete(self, inputs: ScoringInputs, twin: Twins = no_twins) -> ScoringInputs:
-        """Adds the layer's moments."""
-        return replace(inputs, moments=self._moments[inputs.layer_index])
-
-    def release(self, layer_index: int) -> None:
-        """Gives a layer's moments back."""
-        self._moments.pop(layer_index, None)
-
-
-def _moments(
-    inputs: ScoringInputs, first_position: int, num_tokens: int, config: EvictionConfig
-) -> QueryMoments | None:
-    """Moments of a chunk's queries before their rotation, in blocks; None if none of them counts.
-
-    The first `num_sinks` are outliers and do not, but the last of all always does.
-    """
-    skipped = max(0, min(_num_sinks(config), num_tokens - 1) - first_position)
+    num_queries = len(inputs.query)
+    skipped = min(_num_sinks(config), num_queries - 1)
     step, moments = max(1, _BLOCK_ELEMENTS // inputs.query[0].numel()), None
-    for start in range(skipped, len(inputs.query), step):
+    for start in range(skipped, num_queries, step):
         query = inputs.query[start : start + step].transpose(0, 1)
         query = query.to(torch.promote_types(query.dtype, torch.float32))
         if inputs.rotation is not None:
-            query = inputs.rotation.undo(query, first_position + start)
+            query = inputs.rotation.undo(query, start)
         added = QueryMoments.of(query)
         moments = moments.merged(added) if moments else added
+    assert moments is not None
     return moments
 
 

@@ -7,7 +7,6 @@ import torch
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scoring.blocks import block_elements
 from vllm_kvselect.scoring.inputs import ScoringInputs
-from vllm_kvselect.scoring.memory import EntrySums, Twins
 from vllm_kvselect.scoring.snapkv import window_attention
 
 
@@ -17,28 +16,24 @@ def h2o_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     The sum over all queries so far that see the entry, the mean over the query group.
 
     Args:
-        inputs: Queries and keys of the *whole* prompt, or the sums as each entry's number.
+        inputs: Queries and keys of the *whole* prompt.
         config: Gives `window`.
 
     Returns:
         `[num_kv_heads, num_tokens - window]`, at least float32.
     """
-    sums = accumulate(inputs) if inputs.numbers is None else inputs.numbers
-    return sums[:, : inputs.key.shape[1] - config.window]
+    return accumulate(inputs)[:, : inputs.key.shape[1] - config.window]
 
 
 def accumulate(inputs: ScoringInputs) -> torch.Tensor:
-    """Attention that a chunk of queries pays to every key so far, absent ones left out.
-
-    Additive: the sums of a prompt's chunks, each padded with zeros to the prompt's length, add up
-    to those of the whole prompt. Blocked over queries, so that memory stays bounded.
+    """Attention that queries pay to every key. Blocked over queries, so that memory stays bounded.
 
     Args:
-        inputs: Queries of the chunk, and keys from the prompt's first token to the chunk's end.
+        inputs: Queries, and keys from the prompt's first token to that of the last query.
 
     Returns:
-        `[num_kv_heads, num_tokens]`, at least float32: summed over the chunk's queries, averaged
-        over the query group.
+        `[num_kv_heads, num_tokens]`, at least float32: summed over the queries, averaged over the
+        query group.
     """
     num_queries, num_heads, _ = inputs.query.shape
     num_kv_heads, num_tokens, _ = inputs.key.shape
@@ -51,13 +46,3 @@ def accumulate(inputs: ScoringInputs) -> torch.Tensor:
         part = replace(inputs, query=inputs.query[start:stop], key=inputs.key[:, :seen])
         total[:, :seen] += window_attention(part).sum(dim=1)
     return total.div_(num_heads // num_kv_heads)
-
-
-class AttentionSums(EntrySums):
-    """The sums, added up chunk by chunk."""
-
-    reads_earlier_keys = True
-
-    def added(self, inputs: ScoringInputs, first_position: int, twin: Twins) -> torch.Tensor:
-        """What the chunk's queries pay to all entries so far; see `EntrySums.added`."""
-        return accumulate(inputs)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.scoring.query_moments import QueryMoments
 from vllm_kvselect.scoring.rotation import Rotation
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
@@ -27,14 +26,14 @@ class ScoringInputs:
         layer_index: The layer's place in the model.
         rotation: How queries and keys are rotated by position; the first key's is 0. None where
             the method does not ask, or the model does not rotate.
-        moments: Moments of the prompt's queries before their rotation, where a memory has added
-            them up; `query` is not read then.
         probe: The layer's calibrated probe, `[num_features, num_kv_heads]`; see `probe.py`. None
             where the method does not ask.
         replayed: The most attention that KVzip's replay pays to each entry,
             `[num_kv_heads, num_tokens]`, or None; off the engine only.
-        numbers: What is remembered of each entry, `[num_kv_heads, num_tokens]`: the attention that
-            it has received, or its score. Queries are not read for it then.
+        numbers: The scores that the first entries were given at an earlier cut, `[num_kv_heads,
+            n]`, or None.
+        first_position: Position in the request of the first entry that has no number; those behind
+            it follow.
         num_absent: First columns of each head in which there is no entry, `[num_kv_heads]` int64:
             heads that retain different numbers of entries all end with the latest ones. What a
             scorer says of absent entries is ignored, and they must not change what it says of
@@ -49,10 +48,10 @@ class ScoringInputs:
     sinks: torch.Tensor | None = None
     layer_index: int = 0
     rotation: Rotation | None = None
-    moments: QueryMoments | None = None
     probe: torch.Tensor | None = None
     replayed: torch.Tensor | None = None
     numbers: torch.Tensor | None = None
+    first_position: int = 0
     num_absent: torch.Tensor | None = None
 
     @property

@@ -5,18 +5,11 @@ from pkgutil import resolve_name
 from typing import Any
 
 from vllm_kvselect.scoring.inputs import Scorer
-from vllm_kvselect.scoring.memory import Memory
 
 
 def scorer_named(name: str) -> Scorer:
     """The scorer that a name such as `snapkv:snapkv_scores` stands for."""
     found: Scorer = _part(name)
-    return found
-
-
-def memory_named(name: str) -> type[Memory]:
-    """The memory that a name such as `h2o:AttentionSums` stands for."""
-    found: type[Memory] = _part(name)
     return found
 
 

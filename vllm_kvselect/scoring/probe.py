@@ -8,6 +8,7 @@ Weights come from `vllm-kvselect calibrate`. A token's score depends on that tok
 scored at any cut, and no other token changes its score.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,6 @@ import torch
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scorers import FirstTokens
 from vllm_kvselect.scoring.inputs import ScoringInputs
-from vllm_kvselect.scoring.memory import EntryNumbers, Twins, no_twins
 
 PER_TOKEN = 2.0**-18
 """Added to a score's logarithm with every position.
@@ -31,61 +31,33 @@ _BLOCK_ELEMENTS = 2**19
 def probe_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Scores entries by what the probe says of them, the first tokens above all others.
 
+    A token is scored when it first competes: its score is its number from then on.
+
     Args:
-        inputs: Keys and values from the prompt's first token on, rotation and probe; or the scores
-            as each entry's number.
+        inputs: Keys and values, rotation and probe; the scores of the first entries as numbers, if
+            they were scored before.
         config: Gives `num_sinks` and `window`.
 
     Returns:
         `[num_kv_heads, n]` for those of the tokens before the window that values cover, at least
         float32. Infinity for the first `num_sinks`, which no head drops.
     """
-    num_tokens = min(inputs.key.shape[1] - config.window, inputs.value.shape[1])
-    if inputs.numbers is not None:
-        return inputs.numbers[:, :num_tokens]
-    competing = _part(inputs, slice(num_tokens))
-    return _above_all(probed_scores(competing, 0), 0, config)
+    return scores_with(probed_scores, inputs, config)
 
 
-class ScoresOfTokens(EntryNumbers):
-    """The scores themselves: a token is scored when it first competes, and its score moves with it.
-
-    What competes for the first time is in neighbouring columns, behind the packed entries.
-    """
-
-    def __init__(self, num_tokens: int, num_layers: int, config: EvictionConfig) -> None:
-        super().__init__(num_tokens, num_layers, config)
-        self._num_scored = 0  # tokens of the request
-
-    def complete(self, inputs: ScoringInputs, twin: Twins = no_twins) -> ScoringInputs:
-        """Adds the scores of what competes; those of the layer's new entries are computed."""
-        begin, end, first_position = (
-            self._num_packed_columns,
-            inputs.value.shape[1],
-            self._num_scored,
-        )
-        numbers = None if self._columns is None else self._columns[inputs.layer_index, :, :end]
-        if begin < end:
-            fresh = _part(inputs, slice(begin, end))
-            scores = twin(probed_scores)(fresh, first_position)
-            scores = _above_all(scores, first_position, self.config)
-            if numbers is None:
-                numbers = scores
-            else:
-                numbers[:, begin:] = scores
-        return replace(inputs, numbers=numbers)
-
-    def keep(self, inputs: ScoringInputs) -> None:
-        """Makes room for all layers when the first one comes, where nothing was laid out."""
-        if self._columns is None:
-            assert inputs.numbers is not None
-            self._columns = inputs.numbers.new_empty(self.num_layers, *inputs.numbers.shape)
-            self._columns[inputs.layer_index] = inputs.numbers
-
-    def settle(self, position: int, num_competing: int) -> None:
-        """Ends a cut: what is in the tail will be scored at the next one."""
-        self._num_scored += num_competing - self._num_packed_columns
-        self._columns = None
+def scores_with(
+    probed: Callable[[ScoringInputs, int], torch.Tensor],
+    inputs: ScoringInputs,
+    config: EvictionConfig,
+) -> torch.Tensor:
+    """The same by a twin of `probed_scores`."""
+    end = min(inputs.key.shape[1] - config.window, inputs.value.shape[1])
+    numbers, position = inputs.numbers, inputs.first_position
+    begin = 0 if numbers is None else min(end, numbers.shape[1])
+    scores = probed(_part(inputs, slice(begin, end)), position)
+    num_sinks = config.of(FirstTokens).num_sinks
+    scores[:, : max(0, num_sinks - position)].fill_(float("inf"))
+    return scores if numbers is None else torch.cat((numbers[:, :end], scores), dim=1)
 
 
 def probed_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
@@ -140,10 +112,3 @@ def num_features(head_size: int) -> int:
 def _part(inputs: ScoringInputs, tokens: slice) -> ScoringInputs:
     """Keys and values of some tokens."""
     return replace(inputs, key=inputs.key[:, tokens], value=inputs.value[:, tokens])
-
-
-def _above_all(scores: torch.Tensor, first_position: int, config: EvictionConfig) -> torch.Tensor:
-    """Marks the first tokens: every head attends to them, whatever they say."""
-    num_sinks = config.of(FirstTokens).num_sinks
-    scores[:, : max(0, num_sinks - first_position)].fill_(float("inf"))
-    return scores

@@ -1,5 +1,6 @@
 """Projected value norms (arXiv 2502.03805, Theorem 2): what an entry can add to the output."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -43,6 +44,19 @@ class OutputProjection(NamedTuple):
         # Squares leave float16's range; a bound that overflows to NaN would drop entries.
         is_narrow = weight.dtype == torch.float16
         return cls(weight, form if is_narrow else form.to(weight.dtype), gram)
+
+
+def side_by_side(projections: Sequence[OutputProjection]) -> list[OutputProjection]:
+    """The same projections of layers, one after the other in one piece of memory.
+
+    Kernels that take all layers at once then need no second copy. Those of different shapes stay
+    where they are.
+    """
+    if len({each.weight.shape for each in projections}) != 1:
+        return [*projections]
+    names = ("weight", "bound_form", "gram")
+    parts = [torch.stack([getattr(each, name) for each in projections]) for name in names]
+    return [OutputProjection(*layer) for layer in zip(*parts, strict=True)]
 
 
 def projected_value_norms(value: torch.Tensor, projection: OutputProjection) -> torch.Tensor:

@@ -1,91 +1,130 @@
 """Allocation: how many pages of the packed blocks each KV head gets. The sum is always exact.
 
-The heads may be those of one layer, or of all layers that share their pages (layer-major).
+Heads share within a *segment*: a layer of a request, or all layers of a request that share their
+pages (layer-major). Segments are given together, and know nothing of each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from math import floor, inf
+from math import floor
 
 import torch
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scopes import Floor, Pyramid
+from vllm_kvselect.scoring.numbers import on_device
+from vllm_kvselect.selecting.selection import best_first
 
 SAFEGUARD_UNIT = 2**16
 """The safeguard is rounded to this fraction so that budgets are exact integers."""
 
 
 def uniform_pages(
-    scores: torch.Tensor, num_packed: int, block_size: int, config: EvictionConfig
+    scores: torch.Tensor, num_packed: Sequence[int], block_size: int, config: EvictionConfig
 ) -> torch.Tensor:
-    """Gives every head the same number of pages.
+    """Gives every head of a segment the same number of pages.
 
     Args:
-        scores: `[num_kv_heads, num_tokens]`, only its shape is read.
-        num_packed: Packed blocks; each holds one page per head.
+        scores: `[num_segments, num_heads, num_tokens]`, only its shape is read.
+        num_packed: Packed blocks of each segment, of which each holds one page per head.
         block_size: Entries per page, unused.
         config: Unused; every allocator has this signature.
 
     Returns:
-        Pages per head, `[num_kv_heads]` int64, with sum `num_packed * num_kv_heads`.
+        Pages per head, `[num_segments, num_heads]` int64; the sum of a segment is its
+        `num_packed * num_heads`.
     """
-    return torch.full((scores.shape[0],), num_packed, dtype=torch.int64, device=scores.device)
+    return on_device(num_packed, scores.device)[:, None].expand(scores.shape[:2]).contiguous()
 
 
 def adaptive_pages(
-    scores: torch.Tensor, num_packed: int, block_size: int, config: EvictionConfig
+    scores: torch.Tensor, num_packed: Sequence[int], block_size: int, config: EvictionConfig
 ) -> torch.Tensor:
-    """Gives heads pages in proportion to their share of the layer's best entries (AdaKV).
+    """Gives heads pages in proportion to their share of their segment's best entries (AdaKV).
 
-    The global top-k over all heads, k the layer's budget, counts each head's entries (arXiv
+    The top-k over all heads of a segment, k the segment's budget, counts each head's entries (arXiv
     2407.11550, Algorithm 1); equal scores fall to the earlier token, then to the lower head.
     `safeguard` of the even budget is blended in, as in the authors' code, or, with `floor`
     `minimum`, each head's best entries up to it come before all others, as in kvpress. Budgets are
     rounded to whole pages by largest remainder, the lower head first on ties.
 
     Args:
-        scores: `[num_kv_heads, num_tokens]`, `num_tokens >= num_packed * block_size`. Minus
-            infinity where a head has no entry, in whole pages; only with `floor` `minimum`.
-        num_packed: Packed blocks.
+        scores: `[num_segments, num_heads, num_tokens]`, `num_tokens >= num_packed * block_size`.
+            Minus infinity where a head has no entry, in whole pages; only with `floor` `minimum`.
+        num_packed: Packed blocks of each segment.
         block_size: Entries per page.
         config: Gives `safeguard` and `floor`.
 
     Returns:
-        Pages per head, `[num_kv_heads]` int64, with sum `num_packed * num_kv_heads`; a head never
-        gets more pages than it has tokens to fill.
+        Pages per head, `[num_segments, num_heads]` int64; the sum of a segment is its
+        `num_packed * num_heads`. A head never gets more pages than it has tokens to fill.
     """
-    even = num_packed * block_size
-    parameters = config.of(Floor)
-    if parameters.floor == "minimum":
-        first = torch.sort(scores, dim=-1, descending=True, stable=True)
-        least = int(parameters.safeguard * even)
-        # What is not there stays so: a head may have fewer entries than the floor.
-        raised = first.values[:, :least].masked_fill(first.values[:, :least] > -inf, inf)
-        counts = _counts_of_best(scores.scatter(-1, first.indices[:, :least], raised), even)
-        return largest_remainder(counts, block_size)
-    counts = _counts_of_best(scores, even)
-    budgets = blended_budgets(counts, even, parameters.safeguard)
-    return largest_remainder(budgets, SAFEGUARD_UNIT * block_size)
+    return adaptive_by_parts(best_first, share_out, scores, num_packed, block_size, config)
 
 
 def shared_pages(
-    scores: torch.Tensor, num_packed: int, block_size: int, config: EvictionConfig
+    scores: torch.Tensor, num_packed: Sequence[int], block_size: int, config: EvictionConfig
 ) -> torch.Tensor:
     """Gives heads pages in proportion to their share of the best entries, without a floor.
 
     What DefensiveKV's code does: `adaptive_pages` with a safeguard of 0.
 
     Args:
-        scores: `[num_kv_heads, num_tokens]`.
-        num_packed: Packed blocks.
+        scores: `[num_segments, num_heads, num_tokens]`.
+        num_packed: Packed blocks of each segment.
         block_size: Entries per page.
         config: Unused.
 
     Returns:
-        Pages per head, `[num_kv_heads]` int64, with sum `num_packed * num_kv_heads`.
+        As `adaptive_pages`.
     """
-    return largest_remainder(_counts_of_best(scores, num_packed * block_size), block_size)
+    return share_out(scores, num_packed, block_size, 0, 1)
+
+
+def adaptive_by_parts(
+    best_first: Callable[[torch.Tensor, Sequence[int]], torch.Tensor],
+    share_out: Callable[[torch.Tensor, Sequence[int], int, int, int], torch.Tensor],
+    scores: torch.Tensor,
+    num_packed: Sequence[int],
+    block_size: int,
+    config: EvictionConfig,
+) -> torch.Tensor:
+    """`adaptive_pages`, made of given parts: references, or their twins."""
+    parameters = config.of(Floor)
+    if parameters.floor == "minimum":
+        # A head may have fewer entries than the floor.
+        least = [int(parameters.safeguard * (n * block_size)) for n in num_packed]
+        return share_out(best_first(scores, least), num_packed, block_size, 0, 1)
+    share = round(parameters.safeguard * SAFEGUARD_UNIT)
+    return share_out(scores, num_packed, block_size, share, SAFEGUARD_UNIT)
+
+
+def share_out(
+    scores: torch.Tensor, num_packed: Sequence[int], block_size: int, share: int, unit: int
+) -> torch.Tensor:
+    """Shares pages out by counts of the best entries: what allocators that look at scores do.
+
+    Args:
+        scores: `[num_segments, num_heads, num_tokens]`.
+        num_packed: Packed blocks of each segment.
+        block_size: Entries per page.
+        share: What is blended in of the even budget, in `unit`ths of it.
+        unit: As above: so budgets are exact integers.
+
+    Returns:
+        Pages per head, `[num_segments, num_heads]` int64.
+    """
+    segments = zip(scores, num_packed, strict=True)
+    return torch.stack([_pages_of(each, n, block_size, share, unit) for each, n in segments])
+
+
+def _pages_of(
+    scores: torch.Tensor, num_packed: int, block_size: int, share: int, unit: int
+) -> torch.Tensor:
+    """`share_out` of one segment, `[num_heads]`."""
+    even = num_packed * block_size
+    budgets = _counts_of_best(scores, even) * (unit - share) + share * even
+    return largest_remainder(budgets, unit * block_size)
 
 
 def pyramid_blocks(
@@ -126,12 +165,6 @@ def _counts_of_best(scores: torch.Tensor, even: int) -> torch.Tensor:
     ties = ~(above | (flat < threshold))
     best = above | (ties & (ties.cumsum(0) <= even * num_kv_heads - above.sum()))
     return best.view(num_tokens, num_kv_heads).sum(0)
-
-
-def blended_budgets(counts: torch.Tensor, even: int, safeguard: float) -> torch.Tensor:
-    """Blends the even budget into counts of entries: exact, in `SAFEGUARD_UNIT`ths of an entry."""
-    share = round(safeguard * SAFEGUARD_UNIT)
-    return counts * (SAFEGUARD_UNIT - share) + share * even
 
 
 def largest_remainder(amounts: torch.Tensor, unit: int) -> torch.Tensor:

@@ -150,15 +150,15 @@ def norm_bounds(value: torch.Tensor, projection: OutputProjection) -> torch.Tens
     operand = value.to(projection.bound_form.dtype)
     products = torch.bmm(operand, projection.bound_form).mul_(operand)
     form = (products @ operand.new_ones(value.shape[2], 1)).squeeze(-1).to(wide)
-    factor = rounding_factor(value, hidden_size)
+    factor = rounding_factor(value.dtype, value.shape[2], hidden_size)
     return form.clamp_(min=0).mul_(hidden_size).sqrt_().mul_(factor)
 
 
-def rounding_factor(value: torch.Tensor, hidden_size: int) -> float:
+def rounding_factor(dtype: torch.dtype, head_size: int, hidden_size: int) -> float:
     """Covers that the norms themselves are rounded: products and row sums."""
-    wide = torch.promote_types(value.dtype, torch.float32)
-    narrow, accumulator = torch.finfo(value.dtype).eps, torch.finfo(wide).eps
-    return 1 + 4 * narrow + (hidden_size + value.shape[2]) * accumulator
+    wide = torch.promote_types(dtype, torch.float32)
+    narrow, accumulator = torch.finfo(dtype).eps, torch.finfo(wide).eps
+    return 1 + 4 * narrow + (hidden_size + head_size) * accumulator
 
 
 def _project(

@@ -8,6 +8,7 @@ import torch
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.norms import Mass, Smoothing
 from vllm_kvselect.scoring.inputs import absent_columns
+from vllm_kvselect.scoring.numbers import on_device
 from vllm_kvselect.scoring.thetakv import smoothed
 from vllm_kvselect.selecting.selection import mass_mask
 
@@ -77,12 +78,12 @@ class Candidates(NamedTuple):
         return ranking.masked_fill(is_absent, float("-inf"))
 
 
-def by_score(candidates: Candidates, even: int, config: EvictionConfig) -> torch.Tensor:
+def by_score(candidates: Candidates, even: Sequence[int], config: EvictionConfig) -> torch.Tensor:
     """Ranks by score alone.
 
     Args:
         candidates: The competing entries.
-        even: Even budget of a head in entries; not needed here.
+        even: Even budget of a head in entries, of each layer; not needed here.
         config: Has no parameter for it.
 
     Returns:
@@ -91,7 +92,7 @@ def by_score(candidates: Candidates, even: int, config: EvictionConfig) -> torch
     return candidates.scores
 
 
-def by_product(candidates: Candidates, even: int, config: EvictionConfig) -> torch.Tensor:
+def by_product(candidates: Candidates, even: Sequence[int], config: EvictionConfig) -> torch.Tensor:
     """Ranks by score times norm, a layer's norms over their mean.
 
     Norms grow from layer to layer, as the hidden state does that they are added to. Over their mean
@@ -100,7 +101,7 @@ def by_product(candidates: Candidates, even: int, config: EvictionConfig) -> tor
 
     Args:
         candidates: The competing entries, with L2 norms.
-        even: Even budget of a head in entries; not needed here.
+        even: Even budget of a head in entries, of each layer; not needed here.
         config: Has no parameter for it.
 
     Returns:
@@ -119,12 +120,12 @@ def by_product(candidates: Candidates, even: int, config: EvictionConfig) -> tor
     return candidates.scores * (norms / mean).clamp_(min=tiny)
 
 
-def by_bound(candidates: Candidates, even: int, config: EvictionConfig) -> torch.Tensor:
+def by_bound(candidates: Candidates, even: Sequence[int], config: EvictionConfig) -> torch.Tensor:
     """Ranks by smoothed attention times norm, an entry's part of the bound (ThetaKV).
 
     Args:
         candidates: The competing entries, with norms.
-        even: Even budget of a head in entries; not needed here.
+        even: Even budget of a head in entries, of each layer; not needed here.
         config: Gives `lam`.
 
     Returns:
@@ -135,7 +136,7 @@ def by_bound(candidates: Candidates, even: int, config: EvictionConfig) -> torch
     return attention * candidates.norms
 
 
-def by_defence(candidates: Candidates, even: int, config: EvictionConfig) -> torch.Tensor:
+def by_defence(candidates: Candidates, even: Sequence[int], config: EvictionConfig) -> torch.Tensor:
     """Ranks entries of stage 1 first, then by defensive score times normalised norm (DefensiveKV).
 
     A token's norms are divided by their sum over the layer's heads. Stage 1 takes a head's best
@@ -144,7 +145,7 @@ def by_defence(candidates: Candidates, even: int, config: EvictionConfig) -> tor
 
     Args:
         candidates: Mean attention as scores, defensive scores as weights, with norms.
-        even: Even budget of a head in entries.
+        even: Even budget of a head in entries, of each layer.
         config: Gives `mass`.
 
     Returns:
@@ -153,12 +154,14 @@ def by_defence(candidates: Candidates, even: int, config: EvictionConfig) -> tor
     norms = candidates.norms
     assert norms is not None
     total = norms.sum(dim=-2, keepdim=True).clamp_(min=torch.finfo(norms.dtype).tiny)
-    stage_1 = mass_mask(candidates.scores, config.of(Mass).mass, even)
+    attention = candidates.without_absent(candidates.scores)
+    most = on_device(even, norms.device).view(-1, *[1] * (norms.ndim - 1))
+    stage_1 = mass_mask(attention, config.of(Mass).mass, most)
     products = candidates.stage_2 * (norms / total)
     return torch.where(stage_1, 2 + candidates.scores, products)
 
 
-Ranking = Callable[[Candidates, int, EvictionConfig], torch.Tensor]
+Ranking = Callable[[Candidates, Sequence[int], EvictionConfig], torch.Tensor]
 """`(candidates, even, config)` -> what allocation counts, of the candidates' shape."""
 
 RANKINGS: Mapping[str, Ranking] = {

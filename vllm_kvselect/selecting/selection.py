@@ -1,6 +1,11 @@
 """Selection: which entries each head retains inside its budget, in one stage or two."""
 
+from collections.abc import Sequence
+from math import inf
+
 import torch
+
+from vllm_kvselect.scoring.numbers import on_device
 
 
 def select(scores: torch.Tensor, budgets: torch.Tensor, num_retained: int) -> torch.Tensor:
@@ -54,28 +59,46 @@ def stage_1_mask(scores: torch.Tensor, budgets: torch.Tensor, alpha: float) -> t
 
 def stage_1_counts(budgets: torch.Tensor, alpha: float) -> torch.Tensor:
     """Entries of every head that stage 1 retains, `[num_kv_heads]` int64."""
-    return (budgets.double() * alpha).floor().to(torch.int64)
+    return (budgets.double() * alpha).to(torch.int64)
 
 
-def mass_mask(attention: torch.Tensor, mass: float, most: int) -> torch.Tensor:
+def best_first(scores: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Puts the best entries of every head before all others.
+
+    Args:
+        scores: `[num_segments, num_heads, num_tokens]`; minus infinity, which stays, for what is
+            not there.
+        counts: How many of each head, by segment.
+
+    Returns:
+        The scores, infinite for the best.
+    """
+    of_segments = on_device(counts, scores.device)[:, None, None]
+    is_best = (_rank(scores) < of_segments) & (scores > -inf)
+    return scores.masked_fill(is_best, inf)
+
+
+def mass_mask(attention: torch.Tensor, mass: float, most: torch.Tensor | int) -> torch.Tensor:
     """Marks the best entries of every head that it takes to reach a share of its attention.
 
     Stage 1 of DefensiveKV. What is not among the entries (the window and the rest of the tail) is
     retained anyway and counts as reached.
 
     Args:
-        attention: Mean attention weights, `[..., num_tokens]`; a row sums to at most 1.
+        attention: Mean attention weights, `[..., num_tokens]`; a row sums to at most 1. Minus
+            infinity for what is absent.
         mass: Share to reach, 0 to 1.
-        most: Largest number of entries per head.
+        most: Largest number of entries per head, one number or `[..., 1]`.
 
     Returns:
         `[..., num_tokens]` bool.
     """
     ranked = torch.sort(attention.double(), dim=-1, descending=True, stable=True)
-    before = ranked.values.cumsum(dim=-1) - ranked.values
-    elsewhere = 1 - ranked.values.sum(dim=-1, keepdim=True)
-    taken = before + elsewhere < mass
-    taken[..., most:].fill_(False)
+    weights = ranked.values.clamp(min=0)
+    reached = weights.cumsum(dim=-1)
+    before, elsewhere = reached - weights, 1 - reached[..., -1:]
+    places = torch.arange(attention.shape[-1], device=attention.device)
+    taken = (before + elsewhere < mass) & (places < most)
     return torch.empty_like(taken).scatter_(-1, ranked.indices, taken)
 
 
@@ -89,7 +112,7 @@ def stage_2_keys(
 def _rank(scores: torch.Tensor) -> torch.Tensor:
     """Rank of each entry in its head, best first, the earlier token first on ties."""
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
-    ranks = torch.arange(scores.shape[1], device=scores.device).expand_as(order)
+    ranks = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, ranks)
 
 

@@ -34,7 +34,7 @@ WITH_ROUNDS: tuple[dict[str, Any], ...] = (
     {"kv_eviction_decode_budget": 64, "kv_eviction_decode_interval": 33},
     {"kv_eviction_decode_budget": 64, "kv_eviction": "r-kv"},
     {"kv_eviction_decode_budget": 80, "kv_eviction": "layer-thetakv", "kv_eviction_budget": 1.0},
-    {"kv_eviction_decode_budget": 64, "kv_eviction": "h2o", "kv_eviction_prompt_interval": 80},
+    {"kv_eviction_decode_budget": 64, "kv_eviction": "probe", "kv_eviction_prompt_interval": 80},
 )
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
@@ -54,7 +54,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"kv_eviction_prompt_interval": 60, "kv_eviction_context": 300},
     {"kv_eviction_context": 200},
     {"kv_eviction_context": 250, "kv_eviction": "layer-keydiff-perturb"},
-    {"kv_eviction_context": 256, "kv_eviction": "ada-expected-attention"},
+    {"kv_eviction_context": 256, "kv_eviction": "ada-keydiff"},
     {"kv_eviction_context": 300, "kv_eviction": "layer-defensivekv", "kv_eviction_budget": 0.5},
 )
 

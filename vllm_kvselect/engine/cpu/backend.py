@@ -106,9 +106,15 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         """Values of whole pages in their order, `[num_kv_heads, n, head_size]`."""
         return self._codec.read_values(self._memory, pages, self._values_of_bytes)
 
-    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Moves entries from slots to slots of the memory of all layers."""
-        self._codec.move(self._memory, sources, targets)
+    def move(
+        self,
+        pages: torch.Tensor,
+        retained: torch.Tensor,
+        num_competing: int,
+        packed_blocks: torch.Tensor,
+    ) -> None:
+        """Moves what is retained within the memory of all layers; see `DropLayer`."""
+        self._codec.move_retained(self._memory, pages, retained, num_competing, packed_blocks)
 
     def _table(self, batch: HeadwiseBatch) -> PageTable:
         layer = self.layer_index

@@ -12,6 +12,7 @@ import torch
 from vllm import _custom_ops as ops
 
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
+from vllm_kvselect.paging.compaction import packed_slots, parts, retained_slots
 
 _ENTRIES_AT_ONCE = 2**15
 """Entries that are read at once: their indices take more memory than they do."""
@@ -123,28 +124,32 @@ class PageCodec:
         """Reads the values of whole pages in token order; as `read_keys`."""
         return self._read(kv_cache, pages, self._values, numbers)
 
-    def move(self, kv_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Moves entries between slots of the one-head view, whose order is that of the kernel.
-
-        All are read before any is written: sources and targets may overlap.
-
-        Args:
-            kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, of a layer or of all.
-            sources: `page * block_size + offset`, `[n]` int64.
-            targets: Likewise, none twice.
-        """
-        parts = [
+    def move_retained(
+        self,
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        retained: torch.Tensor,
+        num_competing: int,
+        packed_blocks: torch.Tensor,
+    ) -> None:
+        """`compaction.move_retained` in pages whose order is that of the kernel."""
+        size = self.block_size
+        sources = retained_slots(pages, retained, num_competing, size)
+        targets = packed_slots(packed_blocks, memory.shape[1], size)
+        at_once = [
             slice(start, start + _ENTRIES_AT_ONCE)
             for start in range(0, len(sources), _ENTRIES_AT_ONCE)
         ]
         for places in (self._keys, self._values):
-            elements, size = places.of_pages(kv_cache), self.block_size
-            read = [
-                self._kernels.read_entries(elements, sources[part], places.indices, size)
-                for part in parts
-            ]
-            for part, entries in zip(parts, read, strict=True):
-                self._kernels.write_entries(elements, targets[part], places.indices, size, entries)
+            elements, of_entries = places.of_pages(memory), places.indices.view(size, -1)
+            for part in parts(of_entries.shape[1], elements.itemsize, len(sources)):
+                chosen = of_entries[:, part].flatten()
+                read = [
+                    self._kernels.read_entries(elements, sources[some], chosen, size)
+                    for some in at_once
+                ]
+                for some, entries in zip(at_once, read, strict=True):
+                    self._kernels.write_entries(elements, targets[some], chosen, size, entries)
 
     def _read(
         self,

@@ -28,10 +28,9 @@ from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
 from vllm_kvselect.engine.step.rows import Rows
-from vllm_kvselect.engine.step.split import Sees, Split, Splitter
+from vllm_kvselect.engine.step.split import Seen, Sees, Split, Splitter
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.page_table import PageTable
-from vllm_kvselect.scoring.memory import StepQueries
 
 
 class CudaBackend(AttentionBackend):
@@ -63,27 +62,14 @@ class DeviceSplitter(Splitter):
     """Splits batches whose block tables and lengths are on a device."""
 
     def decodes(self, common: CommonAttentionMetadata) -> Rows | None:
-        """The rows of a batch of decodes.
-
-        A token of a prompt that drops nothing counts as a decode: it reads the whole cache.
-
-        Args:
-            common: vLLM's metadata.
-
-        Returns:
-            The rows, or None if one has several tokens or a prompt to be looked at.
-        """
+        """The rows of a batch of one token a row; None if one has several."""
         if common.max_query_len != 1:
             return None
-        rows = self._rows(common, self._requests_of(common))
-        observed = [request.num_observed for request in rows.requests]
-        if (rows.num_computed < observed).any():
-            return None
-        return rows
+        return self._rows(common, self._requests_of(common))
 
-    def seen_queries(self, rows: Rows) -> StepQueries | None:
+    def seen(self, rows: Rows) -> Seen | None:
         """The tokens of rows whose queries the next cuts of their requests look through."""
-        return self._seen_queries(rows, self._state.offsets.device)
+        return self._seen(rows)
 
     def _seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
         # The lengths themselves: only drafters that run ahead of the host, which are refused, make
@@ -92,16 +78,13 @@ class DeviceSplitter(Splitter):
         assert bound is not None
         return bound
 
-    def _may_wait(self, rows: Rows, row: int) -> bool:
-        return False  # the device chooses while the host goes on
-
     def _table_of(self, rows: SettledRows) -> PageTable | None:
         rows.offsets = self._state.offsets.index_select(0, rows.first_packed_blocks)
         return None
 
 
 class CudaMetadataBuilder(HeadwiseBuilder):
-    """Builds vLLM's metadata, split where prompts end. Stock until `start` is called.
+    """Builds vLLM's metadata, split where requests read what is retained. Stock until `start`.
 
     A graph that holds a whole decode step cannot choose between vLLM's call and the one-head view,
     so it always holds the view; rows that drop nothing have identity tables there.
@@ -179,17 +162,19 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         self.take_queries()
         rows = splitter.decodes(common) if splitter else None
         in_graph = self._may_be_in_graph(common)
-        if rows is None or not (in_graph or any(request.border for request in rows.requests)):
+        if rows is None or not (in_graph or rows.is_past.any()):
             return super().build(common_prefix_len, common, fast_build)
         assert isinstance(splitter, DeviceSplitter)
-        wanted = splitter.seen_queries(rows)
+        wanted = splitter.seen(rows)
         seen: Sees | None = wanted
+        if wanted is not None:
+            wanted.keep()
         if in_graph and self.graph_queries is not None:
-            self.graph_queries.want(wanted)
+            self.graph_queries.want(None if wanted is None else wanted.queries)
             seen = self.graph_queries
         num_splits = 1 if envs.VLLM_BATCH_INVARIANT else self._max_num_splits(in_graph)
         batch = self.tables.decode_batch(rows.requests, common, num_splits)
-        return Split([], [], [], [batch], seen)
+        return Split([batch], seen)
 
     def take_queries(self) -> None:
         """Takes the last step's queries out of the buffer that the next one overwrites."""

@@ -88,6 +88,17 @@ class CudaImpl(HeadwiseImpl):
             self._key_scale, self._value_scale = layer._k_scale_float, layer._v_scale_float
         self._key_pages, self._value_pages = key, value
 
+    @property
+    def memory(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Pages of all layers as kernels read them, and what their bytes stand for; see `Paged`."""
+        pages = all_layers(self.kv_cache).flatten(0, 1)
+        if not self._is_quantized:
+            return pages, None
+        numbers = torch.arange(256, dtype=torch.uint8, device=pages.device)
+        numbers = numbers.view(current_platform.fp8_dtype()).to(self._dtype)
+        codes = torch.stack((numbers * self._key_scale, numbers * self._value_scale))
+        return pages.view(torch.uint8), codes
+
     def take_xformers(self) -> None:
         """Takes xformers' kernel for the decode call; called once the layer is started.
 
@@ -161,9 +172,13 @@ class CudaImpl(HeadwiseImpl):
         )
         return key.mul_(self._key_scale), value.mul_(self._value_scale)
 
-    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Moves entries from slots to slots of the memory of all layers."""
+    def move(
+        self,
+        pages: torch.Tensor,
+        retained: torch.Tensor,
+        num_competing: int,
+        packed_blocks: torch.Tensor,
+    ) -> None:
+        """Moves what is retained within the memory of all layers; see `DropLayer`."""
         memory = all_layers(self.kv_cache)
-        slots = memory.view(1, -1, memory.shape[-1])  # one head whose tokens are the slots
-        entries = self.kernels.gather_entries(slots, sources, slots.shape[1])
-        self.kernels.scatter_entries(memory, targets, entries)
+        self.kernels.move_retained(memory, pages, retained, num_competing, packed_blocks)

@@ -1,21 +1,23 @@
-"""What the choice of a prompt takes beside the KV cache, by method; tested against what it does."""
+"""What the choices of a step take beside the KV cache, by method; tested against what they do."""
 
 from collections.abc import Iterable
 
 import torch
 
+from vllm_kvselect.engine.drop.due import LEAST_COLUMNS, MOST_NUMBERS
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
-from vllm_kvselect.registry import METHODS
+from vllm_kvselect.paging.compaction import MOST_BYTES
+from vllm_kvselect.registry import METHODS, Method
 from vllm_kvselect.scoring.blocks import block_elements
 
-_COPIES = {"keydiff": 2, "expected_attention": 2, "r_kv": 2}
-"""Copies of all keys in float32 that a scorer holds at once."""
-_COPIES_FOR_PRODUCTS = 3
-"""The same of values, where a ranking multiplies by their norms."""
-_BLOCKS = {"h2o": 3, "r_kv": 3}
+_NUMBERS = {"score": 7, "product": 9, "bound": 11, "defence": 19}
+"""Numbers of four bytes for each entry, by what allocation counts."""
+_NUMBERS_OF_PRUNING = 6
+"""What the search for the norms that matter adds."""
+_ROW_BY_ROW = {"streaming_llm": 0, "at_random": 0, "knorm": 0, "r_kv": 3}
+"""Scorers that read a layer's keys and values, and copies in float32 that each makes of keys."""
+_BLOCKS = {"r_kv": 3}
 """Blocks of a square that a scorer holds at once."""
-_ROWS = {"defensivekv": 2}
-"""Copies of the window's attention, row by row."""
 
 
 def choice_bytes(
@@ -26,11 +28,12 @@ def choice_bytes(
     group: int,
     window: int,
     dtype: torch.dtype,
+    num_requests: int = 1,
 ) -> int:
-    """Bytes that the choice of the longest prompt takes, whichever of the methods it has.
+    """Bytes that the cuts of a step take, whichever of the methods their requests have.
 
-    Its keys and values, read from the cache, about twelve numbers for each of its tokens and heads,
-    more where layers wait for each other, and what scorers hold at once.
+    All layers of the requests of a pass are chosen from at once, so numbers are of all their
+    entries. What is moved is copied in parts.
 
     Args:
         methods: Methods that requests may run with.
@@ -40,17 +43,28 @@ def choice_bytes(
         group: Query heads of a KV head.
         window: Tokens of the observation window.
         dtype: The model's.
+        num_requests: Requests that may be due at once.
     """
-    entries = spec.num_kv_heads * num_tokens
-    read = 2 * spec.head_size * (2 + dtype.itemsize)
-    block = 4 * block_elements(torch.device("cuda"))
+    of_layer = spec.num_kv_heads * num_tokens
+    longest = num_layers * of_layer
+    entries = max(longest, min(MOST_NUMBERS, num_requests * longest))
+    per_column = num_layers * spec.num_kv_heads
+    together = min(num_requests, max(1, MOST_NUMBERS // (LEAST_COLUMNS * per_column)))
+    queries = together * per_column * group * window
     most = 0
     for name in methods:
         method = METHODS[name]
         scorer = (method.weights or method.scores).partition(":")[0]
-        products = _COPIES_FOR_PRODUCTS if method.ranking == "product" else 0
-        copies = max(_COPIES.get(scorer, 0), products)
-        numbers = 12 + copies * spec.head_size + _ROWS.get(scorer, 0) * group * window
-        numbers += 4 * num_layers if method.pooled else 0
-        most = max(most, 4 * numbers * entries + _BLOCKS.get(scorer, 0) * block)
-    return read * entries + most
+        num_bytes = 4 * _numbers(method) * entries
+        if (copies := _ROW_BY_ROW.get(scorer)) is not None:
+            read = 2 * spec.head_size * (dtype.itemsize + 2 * copies)
+            num_bytes += read * of_layer + 4 * _BLOCKS.get(scorer, 0) * block_elements(
+                torch.device("cuda")
+            )
+        most = max(most, num_bytes)
+    return most + MOST_BYTES + queries * spec.head_size * dtype.itemsize
+
+
+def _numbers(method: Method) -> int:
+    is_pruned = method.two_stages and method.ranking == "score" and not method.pooled
+    return _NUMBERS[method.ranking] + _NUMBERS_OF_PRUNING * is_pruned

@@ -73,7 +73,7 @@ class HeadwiseTables:
     def decode_batch(
         self, requests: list[Request], common: CommonAttentionMetadata, num_splits: int
     ) -> HeadwiseBatch:
-        """A batch of one token a row, none of them in a prompt that needs to be looked at.
+        """A batch of one token a row.
 
         Rows without a cut, and those that pad the batch to a captured size, get the identity
         table: no packed pages, which is what the state has for the null block.
@@ -89,7 +89,7 @@ class HeadwiseTables:
         num_rows = common.num_reqs
         host = np.zeros((2, num_rows), dtype=np.int32)
         for row, request in enumerate(requests):
-            if (cut := request.border) is not None:
+            if (cut := request.last_cut) is not None:
                 host[:, row] = cut.first_packed, cut.tail_start
         cuts = self._cuts[:, :num_rows]
         cuts.copy_(async_tensor_h2d(host, cuts.device))

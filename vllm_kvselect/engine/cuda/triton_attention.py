@@ -43,7 +43,7 @@ class HeadwiseTritonAttentionMetadataBuilder(CudaMetadataBuilder, TritonAttentio
         if not isinstance(metadata, Split):
             metadata.seq_lens.fill_(1)
             return metadata
-        for part in metadata.after:
+        for part in metadata.parts:
             assert isinstance(part, HeadwiseBatch)
             part.rows.seq_lens.fill_(1)
         return metadata

@@ -7,6 +7,7 @@ their blocks are the null block, which nobody reads.
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cuda.builder import CudaMetadataBuilder
 from vllm_kvselect.engine.cuda.tables import table_width
-from vllm_kvselect.engine.drop.request import Progress, Request
+from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.planning.cuts import Cut, cuts
 from vllm_kvselect.planning.plan import Plan, plan
 from vllm_kvselect.registry import METHODS
@@ -36,17 +37,15 @@ def warm_up(
         eviction: The server's configuration.
     """
     for method in methods:
-        update = {"method": method, "prefill": "dense", "context": None}
+        update: dict[str, Any] = {"method": method, "prefill": "dense", "context": None}
+        if "budget" in eviction.allow_override:  # as little as a request may ask for
+            update |= {"budget": eviction.window + builder.block_size}
         config = eviction.model_copy(update=update)
         for num_tokens in _lengths(builder, config):
             request = Request(plan(config, None, None, num_tokens, builder.block_size))
             _prefill(builder, request)
-            if request.plan.is_cut_between_steps:
-                _make(builder, request, request.plan.cuts[0])
+            _make(builder, request, request.plan.cuts[0])
             _step(builder, request, num_tokens + 2, 2)  # past its prompt
-            if not (request.plan.is_cut_between_steps or METHODS[method].whole_prompt):
-                request.progress = Progress()
-                _step(builder, request, num_tokens, config.window)  # reads the rest from the cache
         if eviction.may_drop_again and METHODS[method].in_rounds:
             for num_tokens in _lengths_before_rounds(builder):
                 _make_rounds(builder, config, num_tokens)
@@ -69,9 +68,6 @@ def _lengths(builder: CudaMetadataBuilder, config: EvictionConfig) -> list[int]:
     # Imports Triton, which is there on CUDA.
     from vllm_kvselect.kernels.triton.selection import row_block
 
-    if "budget" in config.allow_override:  # as little as a request may ask for
-        least = config.window + builder.block_size
-        config = config.model_copy(update={"budget": least})
     found: dict[int, int] = {}
     for length in _aligned(builder):
         if planned := cuts(length, builder.block_size, config):
@@ -94,7 +90,7 @@ def _aligned(builder: CudaMetadataBuilder) -> range:
 
 def _prefill(builder: CudaMetadataBuilder, request: Request) -> None:
     """Computes a prompt, in as many chunks as the scheduler would make."""
-    request.progress = Progress()
+    request.pause()
     size, num_tokens = builder.vllm_config.scheduler_config.max_num_batched_tokens, 0
     while num_tokens < request.plan.num_prompt_tokens:
         end = min(num_tokens + size, request.plan.num_prompt_tokens)
@@ -155,7 +151,7 @@ def _make(builder: CudaMetadataBuilder, request: Request, cut: Cut) -> None:
     request.progress.queries.keep(seen, 0, first, cut.position)
     request.num_computed = cut.position
     request.progress.block_ids = [0] * -(-cut.position // builder.block_size)
-    builder.due.make(request)
+    builder.due.make([request])
 
 
 def _prefill_sparsely(builder: CudaMetadataBuilder, eviction: EvictionConfig) -> None:

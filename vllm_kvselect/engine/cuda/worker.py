@@ -3,13 +3,11 @@
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, replace_as
+from vllm.v1.kv_cache_interface import replace_as
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.cuda.builder import CudaMetadataBuilder
-from vllm_kvselect.engine.cuda.graphs import hook_full_graphs
 from vllm_kvselect.engine.cuda.reserve import choice_bytes
 from vllm_kvselect.engine.cuda.tables import buffer_bytes
 from vllm_kvselect.engine.cuda.warm_up import warm_up
@@ -19,6 +17,7 @@ from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.worker import EvictionWorker
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.registry import METHODS
+from vllm_kvselect.scoring.value_norms import side_by_side
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
@@ -30,13 +29,19 @@ class EvictionGPUWorker(EvictionWorker, Worker):
         super().__init__(*args, **kwargs)
         self.replaces = self.vllm_config.attention_config.backend
         self.backend = PLATFORMS["cuda"].backends[self.replaces]
-        self._is_prefilling = False
 
     def _load_kernels(self) -> Kernels:
         # Imports Triton, which only this worker needs.
         from vllm_kvselect.kernels import cuda
 
         return cuda.KERNELS
+
+    def _bind_output_projections(self) -> None:
+        super()._bind_output_projections()
+        impls = [layer.impl for _, layer in self._headwise_layers()]
+        laid = side_by_side([impl.output_projection for impl in impls])
+        for impl, projection in zip(impls, laid, strict=True):
+            impl.output_projection = projection
 
     def determine_available_memory(self) -> int:
         """vLLM's, less what page tables and selection take beside the KV cache.
@@ -51,12 +56,6 @@ class EvictionGPUWorker(EvictionWorker, Worker):
         reserved = self._reserved_bytes(available)
         logger.info("KV eviction keeps %.2f GiB of the KV cache's memory", reserved / 2**30)
         return available - reserved
-
-    @notes_refusals
-    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocates the KV cache and connects layers; packing keeps out of full graphs."""
-        super().initialize_from_config(kv_cache_config)
-        hook_full_graphs(self.model_runner, lambda: self._is_prefilling)
 
     @notes_refusals
     def compile_or_warm_up_model(self) -> Any:
@@ -75,17 +74,6 @@ class EvictionGPUWorker(EvictionWorker, Worker):
                     f"{error}; serve this model without --kv-eviction, or in bfloat16"
                 ) from error
         return super().compile_or_warm_up_model()
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """vLLM's step; what computes a prompt that drops entries keeps out of full graphs."""
-        try:
-            return super().execute_model(scheduler_output)
-        finally:
-            self._is_prefilling = False
-
-    def _begin_step(self, scheduled: SchedulerOutput) -> None:
-        super()._begin_step(scheduled)
-        self._is_prefilling = self._requests.prefilling(scheduled)
 
     def _reserved_bytes(self, available: int) -> int:
         """Bytes of page tables, of the state, of queries and of what selection computes at once.
@@ -109,7 +97,7 @@ class EvictionGPUWorker(EvictionWorker, Worker):
         state = available // (num_layers * spec.page_size_bytes + block) * block
         group = model.get_num_attention_heads(self.vllm_config.parallel_config) // spec.num_kv_heads
         sizes = (num_layers, model.max_model_len, group, self._eviction.window, model.dtype)
-        choice = choice_bytes(self._methods(), spec, *sizes)
+        choice = choice_bytes(self._methods(), spec, *sizes, scheduler.max_num_seqs)
         return tables + state + choice + self._bytes_of_queries(available, spec, num_layers)
 
     def _bytes_of_queries(self, available: int, spec: HeadwiseSpec, num_layers: int) -> int:
@@ -134,8 +122,7 @@ class EvictionGPUWorker(EvictionWorker, Worker):
             largest = config.compilation_config.max_cudagraph_capture_size or 0
             num_rows = min(largest, max_num_seqs)
         num_sums = 0
-        memories = (METHODS[method].scorer.memory for method in self._methods())
-        if any(memory is not None and memory.moves for memory in memories):
+        if any(METHODS[method].scorer.keeps_scores for method in self._methods()):
             num_sums = available // spec.page_size_bytes * spec.num_kv_heads * spec.block_size
         num_windows = min(max_num_seqs, available // (held + window))
         return num_windows * window + num_rows * token + 4 * num_sums

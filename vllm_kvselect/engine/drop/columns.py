@@ -1,95 +1,131 @@
-"""Columns: what a request holds when entries are dropped, head by head, the latest entry last."""
+"""Columns: what requests hold when entries are dropped, aligned at the beginning of their tails."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvselect.engine.drop.page_tables import SettledRows
+from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.paging.compaction import head_pages
-from vllm_kvselect.planning.cuts import Cut
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The entries up to a position, as columns that end with the latest one in all heads.
+    """The entries of some requests up to their next cuts, as columns of pages.
+
+    Columns that compete come first, as many as any head of any request has; a head that has fewer
+    has none in the first ones. Each request's latest entries stand behind.
 
     Attributes:
-        pages: Page ids in the memory of all layers, `[num_layers, num_kv_heads, n]` int64; 0 where
-            a head has none.
-        num_absent: First columns of each head without an entry, `[num_layers, num_kv_heads]`
-            int64; None where nothing was dropped before, so that a column is a token.
-        num_entries: Columns up to the position.
-        num_packed: Columns of entries that are packed already.
+        pages: Page ids in the memory of all layers, `[num_requests, num_layers, num_kv_heads, n]`
+            int64; anything where a head has none.
+        num_absent: First columns of each head without an entry, `[num_requests, num_layers,
+            num_kv_heads]` int64.
+        num_competing: Columns that compete.
+        num_missing: Of each request, first columns that none of its heads has.
+        num_packed: Of each request, columns up to the last of packed entries, those included.
+        behind: Of each request, entries behind those that compete.
+        is_even: Whether the heads of a request have the same entries, of which none was dropped.
     """
 
     pages: torch.Tensor
-    num_absent: torch.Tensor | None
-    num_entries: int
-    num_packed: int
+    num_absent: torch.Tensor
+    num_competing: int
+    num_missing: Sequence[int]
+    num_packed: Sequence[int]
+    behind: Sequence[int]
+    is_even: bool
+
+    @staticmethod
+    def are_even(request: Request) -> bool:
+        """Whether a column of a request is a token, at its next cut and for good."""
+        return request.last_cut is None and request.plan.num_in_prompt == 1
+
+    @staticmethod
+    def num_own(request: Request, block_size: int) -> int:
+        """Columns that compete at a request's next cut."""
+        cut, last, run = request.next_cut, request.last_cut, request.progress.longest_run
+        assert cut is not None
+        num_run = 0 if run is None else int(run)
+        return block_size * (cut.tail_start - (last.tail_start if last else 0) + num_run)
 
     @classmethod
-    def of_prompt(cls, blocks: torch.Tensor, num_tokens: int, state: RetentionState) -> "Columns":
-        """Those of tokens of which nothing was dropped.
+    def of(cls, requests: Sequence[Request], block_size: int, state: RetentionState) -> "Columns":
+        """What requests hold, which are all even or all not. Nothing here waits for a device.
 
         Args:
-            blocks: Block ids, `[n]` int64.
-            num_tokens: Tokens up to the position.
-            state: State of the group's layers.
-        """
-        num_blocks, num_layers, _ = state.offsets.shape
-        layers = torch.arange(num_layers, device=blocks.device)[:, None, None]
-        pages = head_pages(blocks, state.num_kv_heads)
-        return cls(pages + layers * (num_blocks * state.num_kv_heads), None, num_tokens, 0)
-
-    @classmethod
-    def after(
-        cls,
-        last: Cut | None,
-        position: int,
-        block_ids: Sequence[int],
-        longest_run: int,
-        block_size: int,
-        state: RetentionState,
-    ) -> "Columns":
-        """Those of a request that generates: what is packed, and what came after it.
-
-        Nothing here waits for a device.
-
-        Args:
-            last: The cut before, None if nothing was dropped so far.
-            position: Tokens up to the position.
-            block_ids: The request's block table.
-            longest_run: The most packed pages that a head of a layer has.
+            requests: The requests, whose next cuts are due.
             block_size: Tokens per block.
             state: State of the group's layers.
         """
-        device = state.offsets.device
-        first_packed, tail_start = (last.first_packed, last.tail_start) if last else (0, 0)
-        # Block 0 has no packed pages.
-        key = block_ids[first_packed] if last else 0
-        integers = np.array([position, first_packed, tail_start, key, *block_ids], dtype=np.int32)
-        integers = async_tensor_h2d(integers, device)
-        seq_len, first, tail, key, table = integers.split([1, 1, 1, 1, len(block_ids)])
-        num_columns = longest_run + ceil(position / block_size) - tail_start
-        row = SettledRows(table[None], seq_len, first, tail, key.to(torch.int64))
-        pages, lengths = row.page_table(state.offsets, block_size, width=num_columns)
-        num_missing = num_columns - -(-lengths.to(torch.int64) // block_size)
-        columns = torch.arange(num_columns, device=device) - num_missing[..., None]
-        aligned = pages.to(torch.int64).gather(2, columns.clamp(min=0))
-        aligned.masked_fill_(columns < 0, 0)
-        unfilled = -position % block_size
-        return cls(
-            aligned,
-            num_missing * block_size,
-            num_columns * block_size - unfilled,
-            longest_run * block_size,
-        )
+        own = [cls.num_own(request, block_size) for request in requests]
+        num_competing = max(own)
+        missing = [num_competing - each for each in own]
+        cuts = [request.next_cut for request in requests if request.next_cut is not None]
+        behind = [cut.position - cut.tail_start * block_size for cut in cuts]
+        blocks = [
+            request.progress.block_ids[: -(-cut.position // block_size)]
+            for request, cut in zip(requests, cuts, strict=True)
+        ]
+        sizes = num_competing, missing
+        if all(map(cls.are_even, requests)):
+            width = num_competing // block_size + -(-max(behind) // block_size)
+            table = np.zeros((len(requests), width), np.int64)
+            for row, ids, none in zip(table, blocks, missing, strict=True):
+                row[none // block_size :][: len(ids)] = ids
+            table = async_tensor_h2d(table, state.offsets.device)
+            num_blocks, num_layers, _ = state.offsets.shape
+            layers = torch.arange(num_layers, device=table.device)[:, None]
+            of_layers = (table[:, None] + layers * num_blocks)[:, :, None]
+            pages = head_pages(of_layers, state.num_kv_heads)
+            absent = async_tensor_h2d(np.array(missing, np.int64), table.device)
+            num_absent = absent[:, None, None].expand(pages.shape[:3])
+            return cls(pages, num_absent, *sizes, missing, behind, True)
+        packed = [
+            none + block_size * (0 if run is None else int(run))
+            for none, run in zip(
+                missing, (request.progress.longest_run for request in requests), strict=True
+            )
+        ]
+        pages, num_absent = _uneven(requests, blocks, num_competing, max(behind), block_size, state)
+        return cls(pages, num_absent, *sizes, packed, behind, False)
 
-    def num_competing(self, cut: Cut, block_size: int) -> int:
-        """Columns before the tail of a cut at the position, whole pages."""
-        return self.num_entries - (cut.position - cut.tail_start * block_size)
+
+def _uneven(
+    requests: Sequence[Request],
+    blocks: Sequence[Sequence[int]],
+    num_competing: int,
+    most_behind: int,
+    block_size: int,
+    state: RetentionState,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages and absent columns of requests that hold packed entries and what came after them."""
+    device = state.offsets.device
+    integers = np.zeros((5, len(requests)), np.int32)
+    table = np.zeros((len(requests), max(map(len, blocks))), np.int32)
+    for index, (request, ids) in enumerate(zip(requests, blocks, strict=True)):
+        cut, last = request.next_cut, request.last_cut
+        assert cut is not None
+        first, tail = (last.first_packed, last.tail_start) if last else (0, 0)
+        # Block 0 has no packed pages.
+        key = ids[first] if last else 0
+        integers[:, index] = cut.position, first, tail, key, len(ids) - cut.tail_start
+        table[index, : len(ids)] = ids
+    seq_len, first, tail, key, num_behind = async_tensor_h2d(integers, device)
+    rows = SettledRows(async_tensor_h2d(table, device), seq_len, first, tail, key.to(torch.int64))
+    num_columns = num_competing // block_size
+    width = num_columns + -(-most_behind // block_size)
+    pages, lengths = rows.page_table(state.offsets, block_size, width=width)
+    # [num_layers, num_requests * num_kv_heads] -> [num_requests, num_layers, num_kv_heads]
+    by_request = len(state.offsets[0]), len(requests), state.num_kv_heads
+    lengths = lengths.to(torch.int64).view(by_request).transpose(0, 1)
+    pages = pages.to(torch.int64).view(*by_request, width).transpose(0, 1)
+    num_pages = -(-lengths // block_size) - num_behind.to(torch.int64)[:, None, None]
+    num_missing = num_columns - num_pages
+    columns = torch.arange(width, device=device) - num_missing[..., None]
+    aligned = pages.gather(3, columns.clamp_(min=0))
+    return aligned, num_missing * block_size

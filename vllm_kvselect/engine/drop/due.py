@@ -1,20 +1,27 @@
-"""What is due of a request that generates, before the step at hand is computed."""
+"""The cuts that are due before the step at hand is computed."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
-import numpy as np
-from vllm.utils.torch_utils import async_tensor_h2d
+import torch
 
 from vllm_kvselect.engine.drop.columns import Columns
 from vllm_kvselect.engine.drop.drop import Drop, DropLayer
 from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.engine.drop.state import RetentionState
-from vllm_kvselect.scoring.memory import EntrySums
+from vllm_kvselect.scoring.held import Paged
+
+MOST_NUMBERS = 2**24
+"""Numbers that one pass holds for each thing that is said of an entry: 64 MiB in float32.
+
+A single request may have more."""
+
+LEAST_COLUMNS = 4096
+"""What a request counts for at least: the queries of its window take as much as so many columns."""
 
 
 class DueDrops:
-    """Makes the cuts that lie in answers, in all layers of a group.
+    """Makes cuts, in all layers of a group.
 
     Args:
         layers: The layers that choose, in order.
@@ -27,51 +34,55 @@ class DueDrops:
     def __init__(self, layers: Sequence[DropLayer], state: RetentionState, block_size: int) -> None:
         self._layers, self._state, self._block_size = layers, state, block_size
 
-    def make(self, request: Request) -> None:
-        """Makes the cut of a request that is due, or adds up what a later one needs."""
-        if (cut := request.due_cut) is not None:
-            with self._state.stopwatch:
-                packed = request.progress.block_ids[cut.first_packed : cut.tail_start]
-                packed = async_tensor_h2d(np.array(packed), self._state.offsets.device)
-                columns = self._columns(request, cut.position)
-                drop = self.drop_class(request, columns, packed, self._state, self._block_size)
-                drop.make(self._layers)
-        elif request.is_behind:
-            with self._state.stopwatch:
-                self._catch_up(request)
+    def make(self, requests: Iterable[Request]) -> None:
+        """Makes the cuts that are due, those of requests with equal settings in one pass.
 
-    def _columns(self, request: Request, position: int) -> Columns:
-        """What the request holds."""
-        longest_run = request.progress.longest_run
-        block_ids = request.progress.block_ids[: -(-position // self._block_size)]
-        if request.last_cut is None and request.plan.num_in_prompt == 1:
-            blocks = async_tensor_h2d(np.array(block_ids), self._state.offsets.device)
-            return Columns.of_prompt(blocks, position, self._state)
-        return Columns.after(
-            request.last_cut,
-            position,
-            block_ids,
-            0 if longest_run is None else int(longest_run),
-            self._block_size,
-            self._state,
-        )
+        Args:
+            requests: All that live, in the order in which cuts are made.
+        """
+        due = [request for request in requests if request.due_cut is not None]
+        if not due:
+            return
+        with self._state.stopwatch:
+            for part in self._passes(due):
+                make_paged = None if self._layers[0].memory is None else lambda: self._paged
+                state, size = self._state, self._block_size
+                self.drop_class(part, self._layers, state, size, make_paged).make()
 
-    def _catch_up(self, request: Request) -> None:
-        """Adds up what entries have received since the last time, so that no queries pile up."""
-        progress, position, next_cut = request.progress, request.num_computed, request.next_cut
-        assert next_cut is not None
-        columns = self._columns(request, position)
-        memory, num_absent = progress.memory, columns.num_absent
-        assert isinstance(memory, EntrySums)
-        assert num_absent is not None
-        num_absent = num_absent[: len(self._layers)]
-        queries = progress.queries.of_all_layers(request.first_query(next_cut), position)
-        memory.lay_out(columns.num_entries, columns.num_packed, num_absent)
-        for layer in self._layers:
-            index = layer.layer_index
-            key, value = layer.read(columns.pages[index], 0)
-            inputs = layer.inputs(queries[index], key[:, : columns.num_entries], value)
-            memory.complete(replace(inputs, num_absent=num_absent[index]))
-        # The tail begins where it began: what is packed stays packed.
-        memory.rest(position, columns.num_packed, num_absent)
-        progress.queries.forget_before(position)
+    def _passes(self, due: Sequence[Request]) -> Iterator[list[Request]]:
+        """Requests whose cuts are made at once."""
+        alike: list[list[Request]] = []
+        for request in due:
+            for group in alike:
+                if _are_alike(group[0], request):
+                    group.append(request)
+                    break
+            else:
+                alike.append([request])
+        per_column = self._state.num_choosing * self._state.num_kv_heads
+        for group in alike:
+            part: list[Request] = []
+            longest = 0
+            for request in group:
+                own = max(LEAST_COLUMNS, Columns.num_own(request, self._block_size))
+                together = (len(part) + 1) * max(longest, own) * per_column
+                if part and together > MOST_NUMBERS:
+                    yield part
+                    part, longest = [], 0
+                part.append(request)
+                longest = max(longest, own)
+            yield part
+
+    @cached_property
+    def _paged(self) -> Paged:
+        """The memory of all layers, and the constants of those that choose."""
+        memories = [layer.memory for layer in self._layers if layer.memory is not None]
+        codes = [of_layer for _, of_layer in memories if of_layer is not None]
+        constants = [layer.constants() for layer in self._layers]
+        return Paged.of(constants, memories[0][0], torch.stack(codes) if codes else None)
+
+
+def _are_alike(one: Request, other: Request) -> bool:
+    """Whether two requests may be cut in one pass."""
+    is_even = Columns.are_even(one) == Columns.are_even(other)
+    return is_even and one.plan.settings == other.plan.settings

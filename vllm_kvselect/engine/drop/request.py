@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -15,22 +14,8 @@ from vllm_kvselect.engine.notice import StepNotice
 from vllm_kvselect.planning.cuts import Cut
 from vllm_kvselect.planning.plan import Plan, plan
 from vllm_kvselect.registry import METHODS, Method
-from vllm_kvselect.scoring.memory import EntrySums, LastQueries, Memory
-from vllm_kvselect.scoring.parts import memory_named
+from vllm_kvselect.scoring.memory import EntryNumbers, LastQueries
 from vllm_kvselect.selecting.ranking import Candidates
-
-
-class PendingDrop(Protocol):
-    """A cut that is being made: a `Drop`.
-
-    Attributes:
-        waits: Whether its choice waits for the next step.
-    """
-
-    waits: bool
-
-    def finish(self) -> None:
-        """Chooses what is retained, in all layers that wait for it."""
 
 
 @dataclass(eq=False)
@@ -41,11 +26,10 @@ class Progress:
         num_made: Cuts that are made: what they retain is packed.
         num_found: Tokens that came with a compressed context, 0 if it found none.
         queries: The queries that its next drops look through.
-        memory: What its method remembers of all tokens besides; None before the first chunk, and
-            once nothing needs it any more.
-        drop: The cut that is being made, or None.
+        numbers: What its method remembers of each entry; None before its first cut, and once
+            nothing needs it any more.
         longest_run: The most packed pages that a head of a layer has; None before the first cut.
-        block_ids: Its kernel block table, if it is cut while it generates or its context is stored.
+        block_ids: Its kernel block table, if entries are dropped.
         sparse: What is kept for sparse segments while these are computed.
         followed: Numbers of what a drafter's layers hold packed, where these share pages.
     """
@@ -53,8 +37,7 @@ class Progress:
     num_made: int = 0
     num_found: int = 0
     queries: LastQueries = field(default_factory=LastQueries)
-    memory: Memory | None = None
-    drop: PendingDrop | None = None
+    numbers: EntryNumbers | None = None
     longest_run: Arriving | None = None
     block_ids: list[int] = field(default_factory=list)
     sparse: SparsePrefill | None = None
@@ -74,10 +57,13 @@ class Request:
     """
 
     plan: Plan
-    progress: Progress = field(default_factory=Progress)
-    num_computed: int = 0
+    progress: Progress = field(init=False)
+    num_computed: int = field(init=False)
     num_reported: int = 0
     stored_as: str | None = None
+
+    def __post_init__(self) -> None:
+        self.pause()
 
     @property
     def method(self) -> Method:
@@ -97,50 +83,19 @@ class Request:
         return cuts[num_made] if num_made < len(cuts) else None
 
     @property
-    def border(self) -> Cut | None:
-        """The cut from which on its tokens in the step at hand read what is retained.
-
-        The only one of a prompt is made in the step that reaches it, others before the step after.
-        """
-        return self.last_cut if self.progress.num_made else self.plan.cut_at_once
-
-    @property
     def due_cut(self) -> Cut | None:
         """The cut that has to be made before the step at hand."""
         cut = self.next_cut
-        if cut is None or cut is self.plan.cut_at_once or self.num_computed < cut.position:
-            return None
-        return cut
+        return None if cut is None or self.num_computed < cut.position else cut
 
     def completes_prompt(self, cut: Cut) -> bool:
         """Whether a cut is the last one in the prompt."""
         return cut is self.plan.cuts.last_made(self.plan.num_prompt_tokens)
 
-    @property
-    def num_observed(self) -> int:
-        """Tokens at its beginning of which a memory sees all, or a cut the last ones."""
-        cuts, num_tokens = self.plan.cuts, self.plan.num_prompt_tokens
-        if not cuts or (not self.method.scorer.observes and self.plan.cut_at_once is None):
-            return 0
-        return min(cuts.first_position, num_tokens)
-
     def first_query(self, cut: Cut) -> int:
         """Position of the first query that a cut looks through: its own position for none."""
-        if self.method.scorer.memory is None:
-            return cut.position - self.plan.settings.window
-        if cut is self.plan.cut_at_once or not self.method.scorer.cumulative:
-            return cut.position
-        numbers = self.progress.memory
-        return numbers.position if isinstance(numbers, EntrySums) else self.num_observed
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether as many queries wait to be added up as other methods keep."""
-        cut = self.next_cut
-        if cut is None or self.due_cut is not None or not self.method.scorer.cumulative:
-            return False
-        # By positions: what is kept may hold the queries of drafts that were rejected since.
-        return self.num_computed - self.first_query(cut) >= self.plan.settings.window
+        keeps_scores = self.method.scorer.keeps_scores
+        return cut.position - (0 if keeps_scores else self.plan.settings.window)
 
     @property
     def num_saved_blocks(self) -> int:
@@ -151,17 +106,17 @@ class Request:
         cut = self.last_cut
         return 0 if cut is None or self.progress.num_found else cut.num_freed
 
-    def remembered_by(self, num_layers: int) -> Memory | None:
-        """Its memory, made when it is first asked for; None for methods that have none."""
-        progress, remembered = self.progress, self.method.scorer.memory
-        if progress.memory is None and remembered is not None:
-            make = memory_named(remembered.by)
-            progress.memory = make(self.num_observed, num_layers, self.plan.settings)
-        return progress.memory
+    def numbers_of_entries(self) -> EntryNumbers | None:
+        """Its entries' numbers, made when they are first asked for; None for most methods."""
+        if self.progress.numbers is None and self.method.scorer.keeps_scores:
+            self.progress.numbers = EntryNumbers()
+        return self.progress.numbers
 
     def pause(self) -> None:
-        """Forgets how far it has come: its blocks are gone."""
-        self.progress, self.num_computed = Progress(), 0
+        """Forgets how far it has come: its blocks are gone, or it has none yet."""
+        segments = self.plan.segments
+        sparse = None if segments is None else SparsePrefill(segments)
+        self.progress, self.num_computed = Progress(sparse=sparse), 0
 
     def begin(self, num_computed: int, block_ids: list[int], num_found: int) -> None:
         """Begins, for the first time or again, with what the scheduler found for it.
@@ -172,14 +127,15 @@ class Request:
             num_found: Those of them that came with a compressed context.
         """
         # A context is found whole: all cuts in it are made, and none follows.
-        num_made = len(self.plan.cuts) if num_found else 0
-        self.progress = Progress(num_made=num_made, num_found=num_found)
-        self.num_computed = num_computed
+        self.pause()
+        self.progress.num_made = len(self.plan.cuts) if num_found else 0
+        self.progress.num_found = num_found
+        self.come_to(num_computed)
         self.add_blocks(block_ids)
 
     def add_blocks(self, block_ids: list[int]) -> None:
-        """Takes note of further blocks, if they are asked for where no batch shows them."""
-        if self.plan.is_cut_between_steps or self.stored_as is not None:
+        """Takes note of further blocks, of which cuts are made between two batches."""
+        if self.plan.cuts:
             self.progress.block_ids += block_ids
 
     def come_to(self, num_computed: int) -> None:
@@ -193,7 +149,7 @@ class Request:
         """Takes note that the next cut is made."""
         progress = self.progress
         progress.num_made += 1
-        progress.drop, progress.longest_run = None, longest_run
+        progress.longest_run = longest_run
         following = self.next_cut
         needed = cut.position if following is None else self.first_query(following)
         progress.queries.forget_before(needed)
@@ -240,21 +196,6 @@ class LiveRequests:
         """A request; one that drops nothing for the rows of a dummy batch."""
         return self._stock if request_id is None else self._requests.get(request_id, self._stock)
 
-    def prefilling(self, scheduled: SchedulerOutput) -> bool:
-        """Whether a step computes tokens that a request's drop or memory has to see.
-
-        Args:
-            scheduled: The scheduler's message, which `update` has seen.
-        """
-        cached = scheduled.scheduled_cached_reqs
-        computed = [(new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
-        computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        return any(
-            num_computed < request.num_observed
-            for request_id, num_computed in computed
-            if (request := self._requests.get(request_id)) is not None
-        )
-
     def update(self, scheduled: SchedulerOutput) -> list[Request]:
         """Takes over what a step's message says of requests that end, pause and begin.
 
@@ -296,56 +237,12 @@ class LiveRequests:
                 known.add_blocks(block_ids)
         return [request for request in begun if request.progress.num_found]
 
-    def with_whole_contexts(self, scheduled: SchedulerOutput) -> list[Request]:
-        """Requests that have come to the end of their context, once a step is computed.
-
-        Others may find it from now on, and the request itself may end here: what is retained of it
-        is not left to the next step.
-
-        Args:
-            scheduled: The scheduler's message, which `update` has seen.
-        """
-        found: list[Request] = []
-        if not self._eviction.may_share:
-            return found
-        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
-            request = self._requests.get(request_id)
-            if request is None or not request.plan.has_context or request.next_cut is None:
-                continue
-            if not request.plan.is_cut_between_steps:
-                continue  # its only cut is made at once
-            num_computed = request.num_computed + num_tokens
-            if num_computed >= request.plan.context_cut.position:
-                request.come_to(num_computed)
-                found.append(request)
-        return found
-
     def take_new_plans(self) -> dict[str, str]:
         """Fingerprints of the plans of requests that are new since this was last called."""
         taken, self._unseen = self._unseen, set()
         return {
             name: self._requests[name].plan.fingerprint for name in taken if name in self._requests
         }
-
-    def finish_drops(self) -> None:
-        """Makes the cuts that the last step left, of the requests that still live.
-
-        Nobody has written to their blocks since then: those that the scheduler gave back are
-        written in the next forward pass at the earliest.
-        """
-        for request in self:
-            if request.progress.drop is not None:
-                request.progress.drop.finish()
-
-    def finish_sampled(self) -> None:
-        """Makes the cuts that waited for nothing but a drafter's layers, computed by now.
-
-        Of a context that may be all that is ever made: its request may end with this step.
-        """
-        for request in self:
-            drop = request.progress.drop
-            if drop is not None and not drop.waits:
-                drop.finish()
 
     @property
     def num_saved_blocks(self) -> int:

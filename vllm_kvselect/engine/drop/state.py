@@ -1,5 +1,6 @@
 """RetentionState: what a worker remembers of its KV cache between steps."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,9 +37,8 @@ class RetentionState:
     serves all requests that share a context, and dies with the block. Block 0, vLLM's null block,
     keeps offsets of 0: no packed pages.
 
-    `stopwatch` times what is done in the step that completes a prompt, `later_stopwatch` what is
-    done before the next one; cuts in answers count as the former. `estimate_stopwatch` times the
-    choice of blocks that sparse segments read. `completed` lists the cuts that were made for the
+    `stopwatch` times cuts, `estimate_stopwatch` the choice of blocks that sparse segments read.
+    `completed` lists the cuts that were made for the
     first time since the worker last took it, for its report. `version` counts all cuts, so that
     what was built from the offsets is known to be out of date.
 
@@ -68,27 +68,19 @@ class RetentionState:
         self.offsets = torch.zeros(
             num_blocks, num_layers, num_kv_heads + 1, dtype=torch.int32, device=device
         )
-        self.stopwatch, self.later_stopwatch, self.estimate_stopwatch = (
-            stopwatch(self.offsets.device) for _ in range(3)
-        )
+        self.stopwatch, self.estimate_stopwatch = (stopwatch(self.offsets.device) for _ in range(2))
         self.num_evicted = 0
         self.version = 0
         self.completed: list[Made] = []
 
-    def store(
-        self,
-        key: torch.Tensor,
-        offsets: torch.Tensor,
-        layers: slice = slice(None),
-    ) -> None:
-        """Remembers where the pages of a request's heads start.
+    def store(self, keys: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Remembers where the pages of the heads of some requests start.
 
         Args:
-            key: Id of the first packed block, `[1]` int64.
-            offsets: `[num_layers, num_kv_heads + 1]`, of so many layers.
-            layers: The layers.
+            keys: Ids of their first packed blocks, `[n]` int64.
+            offsets: `[n, num_layers, num_kv_heads + 1]`.
         """
-        self.offsets[key, layers] = offsets.to(self.offsets.dtype)
+        self.offsets[keys] = offsets.to(self.offsets.dtype)
 
     def clear(self) -> None:
         """Forgets everything: the state is as new."""
@@ -99,32 +91,26 @@ class RetentionState:
     def reset_counts(self) -> None:
         """Sets to zero what is only counted."""
         self.stopwatch.reset()
-        self.later_stopwatch.reset()
         self.estimate_stopwatch.reset()
         self.num_evicted = 0
 
-    @property
-    def selection_seconds(self) -> float:
-        """Time spent choosing and packing."""
-        return self.stopwatch.seconds + self.later_stopwatch.seconds
-
-    def complete(self, request: Request, cut: Cut, key: torch.Tensor) -> None:
-        """Takes note that the next cut of a request is made, and its offsets are stored.
+    def complete(self, made: Sequence[tuple[Request, Cut]], keys: torch.Tensor) -> None:
+        """Takes note that the next cuts of requests are made, and their offsets are stored.
 
         Args:
-            request: The request.
-            cut: The cut.
-            key: As of `store`.
+            made: Requests, each with its cut.
+            keys: As of `store`.
         """
         self.version += 1
-        self.num_evicted += request.completes_prompt(cut)
-        if request.progress.num_made >= request.num_reported:
-            freed, dropped = cut.num_freed, cut.first_packed
-            if (before := request.last_cut) is not None:
-                freed, dropped = freed - before.num_freed, dropped - before.first_packed
-            self.completed.append(Made(request, cut, freed, dropped))
-            request.num_reported = request.progress.num_made + 1
-        longest_run = None
-        if cut is not request.plan.cuts[-1]:
-            longest_run = Arriving(self.offsets[key].diff(dim=-1).amax())
-        request.complete_cut(cut, longest_run)
+        longest_runs: Sequence[Arriving | None] = [None] * len(made)
+        if any(cut is not request.plan.cuts[-1] for request, cut in made):
+            longest_runs = Arriving.each(self.offsets[keys].diff(dim=-1).amax((1, 2)))
+        for (request, cut), longest_run in zip(made, longest_runs, strict=True):
+            self.num_evicted += request.completes_prompt(cut)
+            if request.progress.num_made >= request.num_reported:
+                freed, dropped = cut.num_freed, cut.first_packed
+                if (before := request.last_cut) is not None:
+                    freed, dropped = freed - before.num_freed, dropped - before.first_packed
+                self.completed.append(Made(request, cut, freed, dropped))
+                request.num_reported = request.progress.num_made + 1
+            request.complete_cut(cut, None if cut is request.plan.cuts[-1] else longest_run)

@@ -19,7 +19,6 @@ from vllm_kvselect.engine.frontend.chat_template import turn_start
 from vllm_kvselect.engine.frontend.checks import refuse_unsupported
 from vllm_kvselect.engine.frontend.options import add_cli_args as add_cli_args
 from vllm_kvselect.engine.frontend.options import given_options
-from vllm_kvselect.engine.models import num_sharing_layers
 from vllm_kvselect.engine.platforms import PLATFORMS, platform, platform_name
 from vllm_kvselect.registry import AUTO
 
@@ -186,8 +185,6 @@ def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
         eviction, choice = auto.choose(vllm_config, eviction)
     refuse_unsupported(vllm_config, eviction)
     eviction = with_turn_start(vllm_config.model_config, eviction)
-    if num_sharing_layers(vllm_config.model_config):
-        eviction = eviction.model_copy(update={"cut_at_once": False})
     vllm_config.additional_config[CONFIG_KEY] = eviction.model_dump()
     here = PLATFORMS[platform_name()]
     vllm_config.parallel_config.worker_cls = here.worker

@@ -23,11 +23,12 @@ from vllm_kvselect.engine.platforms import (
     page_size_of,
     platform,
     platform_name,
+    tokens_in_graph,
     unknown_platform,
 )
 from vllm_kvselect.machine import dtype_name
 from vllm_kvselect.planning.cuts import budget_problem
-from vllm_kvselect.registry import METHODS
+from vllm_kvselect.registry import METHODS, not_served
 from vllm_kvselect.store.folder import Folder
 
 _DRAFTERS = ("draft_model", "eagle", "eagle3")
@@ -77,8 +78,8 @@ def settings_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list
     Returns:
         One sentence for each problem, with what to do.
     """
-    if eviction.enabled and eviction.method not in METHODS:
-        return [f"method = {eviction.method!r} is not served, only measured off the engine"]
+    if problem := not_served(eviction.method):
+        return [f"method = {eviction.method!r} {problem}"]
     return [*pool_problems(vllm_config, eviction), *_budget_problems(vllm_config, eviction)]
 
 
@@ -219,13 +220,19 @@ def _executor_problems(vllm_config: VllmConfig) -> list[str]:
 
 def _scheduler_problems(vllm_config: VllmConfig) -> list[str]:
     """What stands against our scheduler, which decides where chunks end and tells workers more."""
-    scheduler = vllm_config.scheduler_config.scheduler_cls
-    if scheduler is None or str(scheduler).startswith("vllm_kvselect."):
-        return []
-    return [
-        f"scheduler_cls = {scheduler!r} replaces the scheduler that --kv-eviction and --kv-prefill "
-        "need; leave one of them out"
-    ]
+    scheduling, problems = vllm_config.scheduler_config, []
+    scheduler, longest = scheduling.scheduler_cls, scheduling.long_prefill_token_threshold
+    if scheduler is not None and not str(scheduler).startswith("vllm_kvselect."):
+        problems.append(
+            f"scheduler_cls = {scheduler!r} replaces the scheduler that --kv-eviction and "
+            "--kv-prefill need; leave one of them out"
+        )
+    if 0 < longest < (least := 2 * tokens_in_graph(vllm_config) + 1):
+        problems.append(
+            f"long_prefill_token_threshold = {longest} makes chunks so short that a graph hides "
+            f"the queries of a prompt's last tokens; set it to {least} at least, or to 0"
+        )
+    return problems
 
 
 def _round_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:

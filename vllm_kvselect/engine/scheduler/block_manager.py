@@ -20,7 +20,6 @@ from vllm_kvselect.engine.scheduler.sparse_names import sparse_names
 from vllm_kvselect.engine.store.identity import StoreIdentity
 from vllm_kvselect.planning.cuts import Cuts
 from vllm_kvselect.planning.plan import Plan, plan
-from vllm_kvselect.registry import METHODS
 
 
 class SpecWithEviction(Protocol):
@@ -192,6 +191,8 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
     def __init__(self, kv_cache_spec: SpecWithStore, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self._names = ContextNames(self.block_pool, self.kv_cache_group_id, self.block_size)
+        # Requests of the step that is being scheduled whose contexts it packs.
+        self._packed_now: set[str] = set()
         self.found: dict[str, int] = {}
         self.loads: ContextLoads | None = None
         if (store := kv_cache_spec.store) is not None:
@@ -265,34 +266,42 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Hashes full blocks, and names those of contexts that earlier steps have computed."""
         super().cache_blocks(request, *args, **kwargs)
-        self._name_context(request, self.plan_of(request))
+        if self._name_context(request, self.plan_of(request), is_scheduled=True):
+            self._packed_now.add(request.request_id)
+
+    def new_step_starts(self) -> None:
+        """Notes that the scheduler begins to schedule."""
+        super().new_step_starts()
+        self._packed_now.clear()
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Names what a request leaves of its context, and forgets the request."""
+        """Names what a request leaves behind its context, and forgets the request.
+
+        One that is preempted in the step that would have packed its context leaves nothing. Nobody
+        can have found it: requests that wait come after all that run.
+        """
         if planned := self._planned.get(request_id):
-            self._name_context(*planned)
+            if self._num_hashed_before is not None and request_id in self._packed_now:
+                self._names.take_back(*planned)
+            else:
+                self._name_context(*planned, is_scheduled=False)
         self._names.forget(request_id)
         self.found.pop(request_id, None)
         if self.loads is not None:
             self.loads.forget(request_id)
         return super().pop_blocks_for_free(request_id)
 
-    def _name_context(self, request: Request, made: Plan) -> None:
+    def _name_context(self, request: Request, made: Plan, is_scheduled: bool) -> bool:
         blocks = self.req_to_blocks.get(request.request_id)
-        if blocks and made.has_context:
-            self._names.give(request, made, blocks)
-
-    def is_pooled(self, request: Request) -> bool:
-        """Whether entries are dropped of the request and its layers share the packed pages."""
-        made = self.plan_of(request)
-        return bool(made.cuts) and METHODS[made.settings.method].pooled
+        if not blocks or not made.has_context:
+            return False
+        return self._names.give(request, made, blocks, is_scheduled)
 
     def admit(self, request: Request) -> int:
         """Plans a request before its blocks are allocated, for the first time or again.
 
         Blocks that a cut packs are overwritten, so they must be private, and the observation
-        window's queries must be computed: neither may come from the prefix cache. A method that
-        needs the queries of the whole prompt takes nothing from it.
+        window's queries must be computed: neither may come from the prefix cache.
 
         Args:
             request: The request about to be scheduled.
@@ -309,8 +318,6 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         made = self.plan_of(request)
         if not made.cuts:
             return None
-        if METHODS[made.settings.method].whole_prompt:
-            return 0
         return made.cuts.first_private * self.block_size
 
     def get_num_blocks_to_allocate(
@@ -327,7 +334,7 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         """
         if apply_admission_cap:
             planned, most = self._planned.get(request_id), None
-            if planned and planned.plan.is_cut_between_steps and request_id not in self.found:
+            if planned and planned.plan.cuts and request_id not in self.found:
                 most = planned.plan.cuts.most_held(num_tokens, self.block_size, *self.margins)
             self.max_admission_blocks_per_request = most  # vLLM's word for it, of every request
         num_blocks: int = super().get_num_blocks_to_allocate(

@@ -28,7 +28,6 @@ from vllm_kvselect.planning.plan import Plan
 _NOT_OF_THE_CHOICE = {
     "context",
     "turn_start",
-    "cut_at_once",
     "allow_override",
     "check_integrity",
     "context_store",
@@ -113,20 +112,29 @@ class ContextNames:
         request: Request,
         plan: Plan,
         blocks: Sequence[KVCacheBlock],
-    ) -> None:
+        is_scheduled: bool,
+    ) -> bool:
         """Names those of a request's blocks that are computed and never written again.
 
         Computed is what earlier steps have: they are executed in order, so a step that is scheduled
-        now reads what they leave, packed blocks included.
+        now reads what they leave. A step of the request packs the context at its beginning: so a
+        request of that very step may read it.
 
         Args:
             request: The request.
             plan: Its plan.
             blocks: Its block table.
+            is_scheduled: Whether a step of the request is scheduled; without one nothing is packed.
+
+        Returns:
+            Whether its packed blocks have got their names now.
         """
-        start = self._num_named.get(request.request_id)
-        if start is None or request.num_computed_tokens < plan.context_cut.position:
-            return
+        start, cut = self._num_named.get(request.request_id), plan.context_cut
+        if start is None or request.num_computed_tokens < cut.position:
+            return False
+        is_new = start == 0
+        if is_new and not is_scheduled:
+            return False
         num_full = request.num_computed_tokens // self._block_size
         stop = min(num_full, len(blocks), len(request.block_hashes))
         if start == 0:
@@ -136,6 +144,7 @@ class ContextNames:
             if blocks[index].block_hash is None and self._cached(name) is None:
                 self._insert(name, blocks[index], index)
         self._num_named[request.request_id] = max(start, stop)
+        return is_new and blocks[cut.num_freed].block_hash is not None
 
     def num_shared(self, plan: Plan) -> int:
         """Blocks that are found together: from the first packed one up to the cut."""
@@ -182,6 +191,12 @@ class ContextNames:
         for first in gone:
             del self._given[first]
         return Held(len(self._given), sum(map(len, self._given.values())))
+
+    def take_back(self, request: Request, plan: Plan) -> None:
+        """Takes the names from packed blocks whose step will not be computed."""
+        self._given.pop(self.first_name(request, plan), None)
+        named = map(self._cached, self._packed_names(request, plan))
+        self._pool.evict_blocks({block.block_id for block in named if block is not None})
 
     def forget(self, request_id: str) -> None:
         """Forgets a request: what it has named stays, and it names no more."""

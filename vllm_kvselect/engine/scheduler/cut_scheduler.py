@@ -1,16 +1,9 @@
 """vLLM's schedulers, where a request's cut matters for when and how far it is computed.
 
-Pooled requests: where layers share pages, none of them could read what lies past a cut in the same
-step: what is retained is only known after the last layer. So a chunk ends at the cut, and the rest
-comes in the next step.
-
-Drafters with layers of their own: these are computed when the model's are done, and retain what the
-model chose. What lies past a cut would read more there than in the model, and drafts would differ
-for as long as the request lives. So a chunk ends at the cut here, too.
-
-Several cuts: what a request computes up to one is computed before it, and the rest after it. So no
-chunk runs past any: neither that of a long prompt, nor that of a request that resumes, nor one with
-drafts.
+Cuts: what a request computes up to one is computed before it, and the rest after it. So no chunk
+runs past any: neither that of a long prompt, nor that of a request that resumes, nor one with
+drafts. And nobody sees the queries of a step that runs as one graph: so no step computes as few of
+the tokens that a cut looks through as a graph takes of a request.
 
 Sparse prefills: a segment is computed in one step. So a chunk that would end inside one ends before
 it, and a request whose next segment does not fit into a step waits.
@@ -37,7 +30,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_kvselect.engine.notice import StepNotice
-from vllm_kvselect.engine.platforms import has_drafter_layers, margins
+from vllm_kvselect.engine.platforms import margins, tokens_in_graph
 from vllm_kvselect.engine.report import ContextReport, StepReport
 from vllm_kvselect.engine.scheduler.block_manager import (
     BystanderManager,
@@ -47,6 +40,7 @@ from vllm_kvselect.engine.scheduler.block_manager import (
     shares_contexts,
 )
 from vllm_kvselect.engine.scheduler.contexts import Held
+from vllm_kvselect.planning.cuts import chunk_end
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
@@ -67,7 +61,7 @@ class CutScheduler(Scheduler):
         if any(isinstance(m, StateManager) for m in managers):
             self._log_blocks(manager)
         self._keeps_states = any(isinstance(m, StateManager) and m.keeps_states for m in managers)
-        self._has_drafter = has_drafter_layers(self.vllm_config)
+        self._tokens_in_graph = tokens_in_graph(self.vllm_config)
 
     def _log_blocks(self, manager: HeadwiseManager) -> None:
         """Says what blocks are, where they are as large as a state."""
@@ -102,10 +96,10 @@ class CutScheduler(Scheduler):
         if plan.is_stock:
             return num_new_tokens
         end = num_computed_tokens + num_new_tokens
-        cut = plan.cuts.next_after(num_computed_tokens)
-        ends_chunks = self._has_drafter or plan.is_cut_between_steps or manager.is_pooled(request)
-        if cut is not None and ends_chunks:
-            end = min(end, cut.position)
+        if (cut := plan.cuts.next_after(num_computed_tokens)) is not None:
+            # What is generated comes token by token, and a graph keeps its queries for rounds.
+            in_graph = self._tokens_in_graph if cut.position <= plan.num_prompt_tokens else 0
+            end = chunk_end(num_computed_tokens, end, cut, plan.settings.window, in_graph)
         if self._keeps_states:
             border = manager.resumes_at(request) or 0
             end = border if num_computed_tokens < border < end else end

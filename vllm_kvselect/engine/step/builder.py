@@ -13,14 +13,13 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.drop.due import DueDrops
 from vllm_kvselect.engine.drop.memory import refuse_scattered_layers
 from vllm_kvselect.engine.drop.request import RequestsOf
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.drafting import DraftSplitter
-from vllm_kvselect.engine.step.split import Splitter
+from vllm_kvselect.engine.step.split import Seen, Splitter
 from vllm_kvselect.kernels.base import Kernels
 
 
@@ -30,7 +29,7 @@ class HeadwiseBuilder(ABC):
     Attributes:
         layers: The group's layers that have a cache, once started.
         state: Their state.
-        due: What makes the cuts that are due between two steps.
+        due: What makes cuts.
     """
 
     kv_cache_spec: AttentionSpec
@@ -61,11 +60,6 @@ class HeadwiseBuilder(ABC):
         by_name = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         targets = {name: by_name[name].kv_sharing_target_layer_name for name in self.layer_names}
         places = {name: i for i, name in enumerate(n for n in targets if targets[n] is None)}
-        if len(places) < len(targets) and spec.eviction.cut_at_once:
-            raise ConfigError(
-                "layers of this model read others' caches, which its config does not say; add "
-                "cut_at_once: false to --kv-eviction-config"
-            )
         layers = [by_name[name] for name in places]
         sizes = len(layers[0].kv_cache), len(layers), spec.num_kv_heads
         state = RetentionState(*sizes, self.device, len(of_drafter))
@@ -115,6 +109,8 @@ class HeadwiseBuilder(ABC):
         split = self._splitter.split(common_attn_metadata) if self._splitter else None
         if split is None:
             return self._build_stock(common_prefix_len, common_attn_metadata, fast_build)
+        if isinstance(split.seen, Seen):
+            split.seen.keep()
         for index, part in enumerate(split.stock_parts):
             # FlashAttention's schedule lies in one buffer of the builder: the first part has it.
             fast = fast_build or index > 0

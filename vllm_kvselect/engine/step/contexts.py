@@ -121,7 +121,7 @@ class StoredContexts:
         pages = stored.pages.flatten(0, 1).view(torch.uint8).to(device)
         self._bytes.index_copy_(0, self._places(block_ids), pages)
         key = torch.tensor(block_ids[:1], device=device)
-        self._state.store(key, stored.offsets.to(device))
+        self._state.store(key, stored.offsets[None].to(device))
         self._state.version += 1
 
 

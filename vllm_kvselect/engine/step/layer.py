@@ -1,7 +1,6 @@
-"""What the backends' layers have in common: the order in which a split batch is computed.
+"""What the backends' layers have in common: attention, and queries that are shown.
 
-Attention comes first, then selection for the rows whose prompt is complete, then the tokens past
-their prompts. A batch in which nobody drops anything takes vLLM's path from end to end.
+A batch in which nobody drops anything takes vLLM's path from end to end.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +13,7 @@ from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
 from vllm_kvselect.engine.step.sparse import SparseBatch, joined
-from vllm_kvselect.engine.step.split import Completion, Observation, Part, Split, StockPart
+from vllm_kvselect.engine.step.split import Part, Split, StockPart
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.compaction import head_pages
 from vllm_kvselect.paging.page_table import PageTable
@@ -24,7 +23,7 @@ from vllm_kvselect.scoring.value_norms import OutputProjection
 
 
 class HeadwiseImpl(ABC):
-    """A layer: vLLM's attention, plus selection, packing and the one-head view.
+    """A layer: vLLM's attention and the one-head view, and what a choice reads and moves.
 
     Attributes:
         output_projection: The layer's W_O, bound by the worker for methods that need it.
@@ -111,20 +110,11 @@ class HeadwiseImpl(ABC):
                 output_scale,
                 output_block_scale,
             )
-        split, tensors = attn_metadata, (query, key, value)
-        chooses = self.kv_sharing_target_layer_name is None
-        if split.seen is not None and chooses:
+        split = attn_metadata
+        if split.seen is not None and self.kv_sharing_target_layer_name is None:
             split.seen.see(self.layer_index, self._scored_queries(query))
-        for part in split.before_in(self.layer_index):
-            self._forward_part(layer, *tensors, kv_cache, part, output)
-        if chooses and (split.observations or split.completions):
-            with self._state.stopwatch:
-                for observation in split.observations:
-                    self.observe(*tensors, observation)
-                for completion in split.completions:
-                    self.score(key, value, completion)
-        for part in split.after:
-            self._forward_part(layer, *tensors, kv_cache, part, output)
+        for part in split.parts_in(self.layer_index):
+            self._forward_part(layer, query, key, value, kv_cache, part, output)
         return output
 
     def _forward_part(
@@ -156,7 +146,7 @@ class HeadwiseImpl(ABC):
         part: StockPart,
         output: torch.Tensor,
     ) -> None:
-        """vLLM's own call, on tokens before their cut and on those that drop nothing."""
+        """vLLM's own call, on rows that have dropped nothing."""
         forward, tokens = super().forward, part.tokens  # type: ignore[misc]
         if tokens is None:
             forward(layer, query, key, value, kv_cache, part.metadata, output)
@@ -173,9 +163,8 @@ class HeadwiseImpl(ABC):
         with self._state.estimate_stopwatch:
             tables = []
             for row in batch.rows:
-                at_hand = self._at_hand(key, key, row.chunk)
-                keys = None if at_hand is None else at_hand[0]
                 asked = self._scored_queries(query[row.tokens])
+                keys = self._at_hand(key, row.chunk)
                 tables.append(row.table(asked, keys, self._score_scale, self))
             return joined(tables)
 
@@ -236,51 +225,40 @@ class HeadwiseImpl(ABC):
         """Keys of whole pages and values at least of the first ones; see `DropLayer`."""
         return self.read_keys(pages), self.read_values(pages[:, :num_competing].contiguous())
 
+    @property
+    def memory(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Pages of all layers as kernels read them, and what their bytes stand for; see `Paged`."""
+        return None
+
+    def constants(self) -> ScoringInputs:
+        """What scorers may read of this layer besides entries and queries."""
+        nothing = self.kv_cache.new_empty(0, dtype=torch.float32)
+        return self.inputs(nothing, nothing, nothing)
+
     @abstractmethod
-    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Moves entries from slots to slots of the memory of all layers; see `DropLayer`."""
+    def move(
+        self,
+        pages: torch.Tensor,
+        retained: torch.Tensor,
+        num_competing: int,
+        packed_blocks: torch.Tensor,
+    ) -> None:
+        """Moves what is retained within the memory of all layers; see `DropLayer`."""
 
     def pages_of(self, blocks: torch.Tensor) -> torch.Tensor:
         """Pages of blocks in this layer, `[num_kv_heads, n]` int64, for blocks `[n]` int64."""
         return head_pages(blocks + self.layer_index * len(self.kv_cache), self.num_kv_heads)
 
-    def _at_hand(
-        self, key: torch.Tensor, value: torch.Tensor, tokens: slice
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of the step, `[num_kv_heads, n, head_size]`, if attention reads these.
+    def _at_hand(self, key: torch.Tensor, tokens: slice) -> torch.Tensor | None:
+        """Keys of the step, `[num_kv_heads, n, head_size]`, if attention reads these.
 
         It does not where the cache is quantised: what is scored is what attention reads.
         """
-        if self._is_quantized:
-            return None
-        return key[tokens].transpose(0, 1), value[tokens].transpose(0, 1)
+        return None if self._is_quantized else key[tokens].transpose(0, 1)
 
     def _scored_queries(self, query: torch.Tensor) -> torch.Tensor:
         """Queries as scorers take them."""
         return query
-
-    def observe(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        observation: Observation,
-    ) -> None:
-        """Shows a memory the tokens of a chunk."""
-        tokens = observation.tokens
-        chunk_key, chunk_value = (part[tokens].transpose(0, 1) for part in (key, value))
-        if observation.memory.reads_earlier_keys:
-            chunk_key = self._keys_so_far(key, observation)
-        inputs = self.inputs(self._scored_queries(query[tokens]), chunk_key, chunk_value)
-        observation.memory.observe(inputs, observation.first_position, self.kernels.twin)
-
-    def _keys_so_far(self, key: torch.Tensor, observation: Observation) -> torch.Tensor:
-        """Keys from the prompt's first token to the chunk's end, as attention reads them."""
-        if observation.first_position == 0:
-            at_hand = self._at_hand(key, key, observation.tokens)
-            if at_hand is not None:
-                return at_hand[0]
-        return self.read_keys(self.pages_of(observation.blocks))[:, : observation.end]
 
     def inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> ScoringInputs:
         """What scorers may read of this layer."""
@@ -295,18 +273,6 @@ class HeadwiseImpl(ABC):
             self.rotation,
             probe=self.probe,
         )
-
-    def score(self, key: torch.Tensor, value: torch.Tensor, completion: Completion) -> None:
-        """Scores what competes in this layer, and packs what is retained unless that waits.
-
-        Args:
-            key: Keys of the step, `[num_tokens, num_kv_heads, head_size]`.
-            value: Values of the step, likewise.
-            completion: The row that reaches its cut.
-        """
-        tokens = completion.tokens
-        at_hand = self._at_hand(key, value, tokens) if tokens is not None else None
-        completion.drop.score(self, *(at_hand or completion.drop.read(self)))
 
 
 def refuse_layer(**unsupported: object) -> None:

@@ -7,8 +7,6 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvselect.engine.drop.key_blocks import SparsePrefill
-from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.engine.step.rows import Rows, head_queries, on_device, start_loc, token_indices
 from vllm_kvselect.engine.step.sparse import SparseBatch, SparseRow
 
@@ -30,7 +28,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def before_cuts(cls, rows: Rows, sparse: Mapping[int, SparseRow] | None = None) -> Self:
-        """The tokens before the rows' cuts.
+        """The rows whose tokens come before their first cut.
 
         Args:
             rows: The batch.
@@ -38,8 +36,8 @@ class Pieces(NamedTuple):
                 pieces.
         """
         pieces = []
-        for row in np.flatnonzero(rows.stock_lens):
-            tokens = rows.stock_tokens(row)
+        for row in np.flatnonzero(~rows.is_past):
+            tokens = rows.tokens(row)
             spans = [(tokens.start, tokens.stop)]
             if sparse and row in sparse:
                 left_out = sparse[row].tokens
@@ -63,18 +61,18 @@ def sparse_rows(rows: Rows, block_table: torch.Tensor, block_size: int) -> dict[
         Those of each row that has any, by its index.
     """
     found = {}
-    for row in np.flatnonzero(rows.stock_lens):
-        request, tokens = rows.requests[row], rows.stock_tokens(row)
+    for row in np.flatnonzero(~rows.is_past):
+        request, tokens = rows.requests[row], rows.tokens(row)
         begin = int(rows.num_computed[row])
-        segments = request.plan.segments
-        if segments is None:
+        segments, prefill = request.plan.segments, request.progress.sparse
+        if segments is None or prefill is None:
             continue
         starts = segments.sparse_part(begin, begin + tokens.stop - tokens.start)
         if not starts:
             continue
         end, shift = starts[-1] + segments.size, tokens.start - begin
         found[int(row)] = SparseRow(
-            prefill=_prefill_of(request),
+            prefill=prefill,
             config=request.plan.settings,
             tokens=slice(starts.start + shift, end + shift),
             starts=starts,
@@ -108,11 +106,3 @@ def sparse_batch(rows: list[SparseRow], max_seq_len: int, num_kv_heads: int) -> 
         max_seq_len=max_seq_len,
         rows=rows,
     )
-
-
-def _prefill_of(request: Request) -> SparsePrefill:
-    progress, segments = request.progress, request.plan.segments
-    assert segments is not None
-    if progress.sparse is None:
-        progress.sparse = SparsePrefill(segments)
-    return progress.sparse

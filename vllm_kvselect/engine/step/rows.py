@@ -7,7 +7,6 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvselect.engine.drop.request import Request
-from vllm_kvselect.planning.cuts import Cut
 
 Indices = slice | np.ndarray
 """Indices on the host: a slice where they are consecutive, so that nothing is copied."""
@@ -23,18 +22,13 @@ class Rows(NamedTuple):
         query_start: Where each row's tokens start in the batch.
         query_lens: Tokens of the row in this step.
         seq_lens: Tokens of the request after this step.
-        cut_positions: Tokens before each row's border; the sequence length for rows without one, so
-            that all their tokens come before it.
         requests: Request of each row.
-        borders: Its cut from which on tokens read what is retained; None if all are before one.
     """
 
     query_start: np.ndarray
     query_lens: np.ndarray
     seq_lens: np.ndarray
-    cut_positions: np.ndarray
     requests: list[Request]
-    borders: list[Cut | None]
 
     @property
     def num_computed(self) -> np.ndarray:
@@ -42,20 +36,17 @@ class Rows(NamedTuple):
         return self.seq_lens - self.query_lens
 
     @property
-    def stock_lens(self) -> np.ndarray:
-        """Tokens of each row that vLLM's own kernel computes: those before the border."""
-        return (np.minimum(self.seq_lens, self.cut_positions) - self.num_computed).clip(0)
+    def is_past(self) -> np.ndarray:
+        """Rows whose tokens read what is retained, bool; the others read the whole cache.
 
-    def stock_tokens(self, row: int) -> slice:
-        """Which tokens of the batch these are, of one row."""
+        A chunk ends at each cut, and cuts are made between two steps: so a row is one or the other.
+        """
+        return np.array([request.last_cut is not None for request in self.requests], dtype=bool)
+
+    def tokens(self, row: int) -> slice:
+        """The tokens of one row in the batch."""
         start = int(self.query_start[row])
-        return slice(start, start + int(self.stock_lens[row]))
-
-    @property
-    def completing(self) -> np.ndarray:
-        """Rows whose chunk reaches a cut that is made in this step, bool."""
-        has_cut = np.array([border is not None for border in self.borders], dtype=bool)
-        return has_cut & (self.stock_lens > 0) & (self.seq_lens >= self.cut_positions)
+        return slice(start, start + int(self.query_lens[row]))
 
 
 def token_indices(starts: np.ndarray, lens: np.ndarray) -> Indices:

@@ -102,8 +102,7 @@ class HeadwiseBatch(OneHeadBatch):
 
     Attributes:
         rows: The rows they belong to.
-        table: Page tables of all layers, or None where they are built layer by layer: on a device,
-            or if a row's pages are only known after this step's selection.
+        table: Page tables of all layers, or None where they are built layer by layer: on a device.
     """
 
     rows: SettledRows
@@ -119,21 +118,19 @@ class HeadwiseBatch(OneHeadBatch):
 def headwise_batch(
     rows: Rows, chosen: np.ndarray, common: CommonAttentionMetadata, num_kv_heads: int
 ) -> HeadwiseBatch:
-    """Collects the tokens past the prompt of the chosen rows.
+    """Collects the tokens of rows past their cuts.
 
     Args:
         rows: The batch.
-        chosen: Row indices; each has a border and tokens past it.
+        chosen: Row indices; each has a cut that is made.
         common: vLLM's metadata of the batch.
         num_kv_heads: KV heads on this rank.
 
     Returns:
         The sequences, still without page tables.
     """
-    cuts = [cut for row in chosen if (cut := rows.borders[row]) is not None]
-    stock_lens = rows.stock_lens[chosen]
-    lens = rows.query_lens[chosen] - stock_lens
-    starts = rows.query_start[chosen] + stock_lens
+    cuts = [cut for row in chosen if (cut := rows.requests[row].last_cut) is not None]
+    lens, starts = rows.query_lens[chosen], rows.query_start[chosen]
     device = common.block_table_tensor.device
     first_packed, tail_start = (
         async_tensor_h2d(np.array(indices, dtype=np.int32), device)

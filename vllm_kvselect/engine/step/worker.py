@@ -75,7 +75,6 @@ class EvictionWorker(ABC):
         # Planned once blocks have their size: vLLM may enlarge them when the model is loaded.
         self._requests = LiveRequests(self._eviction, self.vllm_config.cache_config.block_size)
         self._started: list[HeadwiseBuilder] = []
-        self._to_sample: SchedulerOutput | None = None
         self._states: list[RetentionState] = []
         self._kernels: Kernels = REFERENCES
         self._num_saved_blocks = 0
@@ -199,14 +198,12 @@ class EvictionWorker(ABC):
         """Counts since the start or the last reset.
 
         Returns:
-            `selection_seconds`: time spent choosing and packing; `later_seconds`: what of it came
-            after the prompts' first tokens; `estimate_seconds`: time spent choosing the blocks that
-            sparse segments read; `num_evicted`: prompts packed; `num_requests`: requests
-            that live now, which no reset changes.
+            `selection_seconds`: time spent choosing and packing; `estimate_seconds`: time spent
+            choosing the blocks that sparse segments read; `num_evicted`: prompts packed;
+            `num_requests`: requests that live now, which no reset changes.
         """
         return {
             "selection_seconds": self._selection_seconds,
-            "later_seconds": sum(state.later_stopwatch.seconds for state in self._states),
             "estimate_seconds": sum(state.estimate_stopwatch.seconds for state in self._states),
             "num_evicted": max((state.num_evicted for state in self._states), default=0),
             "num_requests": len(self._requests),
@@ -222,10 +219,6 @@ class EvictionWorker(ABC):
         """vLLM's step, with the prompts it brings taken note of and what it packed reported."""
         self._begin_step(scheduler_output)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
-        if self._of_drafter and output is None:
-            self._to_sample = scheduler_output  # a drafter's layers are computed then
-            return output
-        self._end_step(scheduler_output)
         if self._contexts is not None:
             self._contexts.save(self._states[0].completed)
         report = self._report()
@@ -241,18 +234,9 @@ class EvictionWorker(ABC):
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's; model runner V2 writes its own reports at the end, so ours is added after.
-
-        So is that of a step with a drafter, which ends here.
-        """
+        """vLLM's; model runner V2 writes its own reports at the end, so ours is added after."""
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         report, self._report_to_send = self._report_to_send, None
-        scheduled, self._to_sample = self._to_sample, None
-        if scheduled is not None:
-            with torch.inference_mode():
-                self._requests.finish_sampled()
-            self._end_step(scheduled)
-            report = self._report()
         if report is not None and output is not None:
             # Under async scheduling the output is still on its way, but this part is final.
             result = getattr(output, "model_runner_output", output)
@@ -263,36 +247,21 @@ class EvictionWorker(ABC):
         """Takes note of what the scheduler says of a step, and makes the cuts that are due."""
         self._found += self._requests.update(scheduled)
         with torch.inference_mode():
-            self._requests.finish_drops()
             for builder in self._started:
                 builder.take_queries()
-                for request in self._requests:
-                    builder.due.make(request)
+                builder.due.make(self._requests)
             # Last: until here cuts read blocks that were given back.
             if self._contexts is not None:
                 self._contexts.load(scheduled)
 
-    def _end_step(self, scheduled: SchedulerOutput) -> None:
-        """Makes the cuts at which contexts end that were cut before."""
-        if not (requests := self._requests.with_whole_contexts(scheduled)):
-            return
-        with torch.inference_mode():
-            for builder in self._started:
-                builder.take_queries()
-                for request in requests:
-                    builder.due.make(request)
-
     def _report(self) -> StepReport | None:
         """What the step packed, or None if nothing changed.
 
-        Time that a device spends is known a few steps later, and reported then. What the host
-        spends on a prompt in two steps is reported with the second one.
+        Time that a device spends is known a few steps later, and reported then.
         """
         made = [each for state in self._states for each in state.completed]
         for state in self._states:
             state.completed.clear()
-        if not made and any(request.progress.drop for request in self._requests):
-            return None
         contexts = []
         for request in self._found:
             if not request.num_reported and (cut := request.last_cut) is not None:
@@ -323,7 +292,7 @@ class EvictionWorker(ABC):
 
     @property
     def _selection_seconds(self) -> float:
-        return sum(state.selection_seconds for state in self._states)
+        return sum(state.stopwatch.seconds for state in self._states)
 
     def _requests_of(self, batch: CommonAttentionMetadata) -> list[Request]:
         """Prompts of a batch's rows, whose order both model runners know."""

@@ -1,7 +1,5 @@
-// How a layer's pages are shared out over its heads: allocation.py.
+// How a segment's pages are shared out over its heads: allocation.py.
 #pragma once
-
-#include <ATen/ATen.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -12,13 +10,13 @@
 
 namespace kvselect {
 
-// How many of a layer's `count` best entries each head has; equal scores fall to the earlier
+// How many of a segment's `count` best entries each head has; equal scores fall to the earlier
 // token, then to the lower head.
-inline std::vector<int64_t> head_counts(const at::Tensor& scores, int64_t count) {
-  const int64_t num_heads = scores.size(0), num_tokens = scores.size(1);
+inline std::vector<int64_t> head_counts(const float* scores, int64_t num_heads, int64_t num_tokens, int64_t stride,
+                                        int64_t count) {
   std::vector<uint32_t> keys(num_heads * num_tokens);
   for (int64_t head = 0; head < num_heads; ++head) {
-    const float* row = scores.const_data_ptr<float>() + head * scores.stride(0);
+    const float* row = scores + head * stride;
     std::transform(row, row + num_tokens, keys.begin() + head * num_tokens, sortable);
   }
   auto [threshold, num_ties] = find_cut(keys, count);

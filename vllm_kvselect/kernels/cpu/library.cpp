@@ -176,31 +176,44 @@ Tensor best_indices(const Tensor& scores, const Tensor& counts, int64_t num_reta
   return indices;
 }
 
-// Pages of every head: how many of the layer's best entries it has, with a share of the even budget
-// blended in, and rounded. `share` is in `unit`ths.
-Tensor adaptive_pages(const Tensor& scores, int64_t num_packed, int64_t block_size, int64_t share, int64_t unit) {
-  TORCH_CHECK(scores.stride(1) == 1);
-  const int64_t even = num_packed * block_size;
-  std::vector<int64_t> budgets = head_counts(scores, even * scores.size(0));
-  for (int64_t& budget : budgets) budget = budget * (unit - share) + share * even;
-  const std::vector<int64_t> pages = largest_remainder(budgets, unit * block_size);
-  return at::tensor(pages, scores.options().dtype(at::kLong));
+// Scores, of which the best `counts[segment]` of every head are infinite; what is not there stays so.
+Tensor best_first(const Tensor& scores, at::IntArrayRef counts) {
+  const int64_t num_heads = scores.size(1), num_tokens = scores.size(2);
+  TORCH_CHECK(scores.stride(2) == 1 && scores.size(0) == static_cast<int64_t>(counts.size()));
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  Tensor raised = scores.clone(at::MemoryFormat::Contiguous);
+  float* out = raised.mutable_data_ptr<float>();
+  at::parallel_for(0, scores.size(0) * num_heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t head = begin; head < end; ++head) {
+      float* row = out + head * num_tokens;
+      // The keys are copied before any is raised.
+      for_best(row, num_tokens, counts[head / num_heads], [&](int64_t token) {
+        if (row[token] > -kInfinity) row[token] = kInfinity;
+      });
+    }
+  });
+  return raised;
 }
 
-// The same, where the `least` best entries of every head come before all others instead.
-Tensor pages_above_floor(const Tensor& scores, int64_t num_packed, int64_t block_size, int64_t least) {
-  TORCH_CHECK(scores.stride(1) == 1);
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  Tensor raised = scores.clone();
-  const int64_t num_tokens = scores.size(1);
-  for (int64_t head = 0; head < scores.size(0); ++head) {
-    float* row = raised.mutable_data_ptr<float>() + head * raised.stride(0);
-    for_best(scores.const_data_ptr<float>() + head * scores.stride(0), num_tokens, least, [&](int64_t token) {
-      if (row[token] > -kInfinity) row[token] = kInfinity;
-    });
-  }
-  const std::vector<int64_t> counts = head_counts(raised, num_packed * block_size * scores.size(0));
-  return at::tensor(largest_remainder(counts, block_size), scores.options().dtype(at::kLong));
+// Pages of every head of every segment: how many of its segment's best entries it has, with a share of the
+// even budget blended in, and rounded. `share` is in `unit`ths.
+Tensor share_out(const Tensor& scores, at::IntArrayRef num_packed, int64_t block_size, int64_t share, int64_t unit) {
+  const int64_t num_segments = scores.size(0), num_heads = scores.size(1);
+  TORCH_CHECK(scores.stride(2) == 1 && num_segments == static_cast<int64_t>(num_packed.size()));
+  Tensor pages = at::empty({num_segments, num_heads}, scores.options().dtype(at::kLong));
+  int64_t* out = pages.mutable_data_ptr<int64_t>();
+  at::parallel_for(0, num_segments, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t segment = begin; segment < end; ++segment) {
+      const int64_t even = num_packed[segment] * block_size;
+      const float* own = scores.const_data_ptr<float>() + segment * scores.stride(0);
+      std::vector<int64_t> budgets =
+          head_counts(own, num_heads, scores.size(2), scores.stride(1), even * num_heads);
+      for (int64_t& budget : budgets) budget = budget * (unit - share) + share * even;
+      const std::vector<int64_t> rounded = largest_remainder(budgets, unit * block_size);
+      std::copy(rounded.begin(), rounded.end(), out + segment * num_heads);
+    }
+  });
+  return pages;
 }
 
 // Calls `function` with a null pointer of an integer as wide as the tensor's elements.
@@ -322,10 +335,8 @@ TORCH_LIBRARY(vllm_kvselect, library) {
       "float factor, Tensor budgets, Tensor? num_absent, float alpha, float eps) -> (Tensor, Tensor)", select_pruned);
   library.def("best_mask(Tensor scores, Tensor counts) -> Tensor", best_mask);
   library.def("best_indices(Tensor scores, Tensor counts, int num_retained) -> Tensor", best_indices);
-  library.def(
-      "adaptive_pages(Tensor scores, int num_packed, int block_size, int share, int unit) -> Tensor", adaptive_pages);
-  library.def(
-      "pages_above_floor(Tensor scores, int num_packed, int block_size, int least) -> Tensor", pages_above_floor);
+  library.def("best_first(Tensor scores, int[] counts) -> Tensor", best_first);
+  library.def("share_out(Tensor scores, int[] num_packed, int block_size, int share, int unit) -> Tensor", share_out);
   library.def("read_pages(Tensor cache, Tensor pages, Tensor places) -> Tensor", read_pages);
   library.def("read_entries(Tensor cache, Tensor slots, Tensor places, int block_size) -> Tensor", read_entries);
   library.def(

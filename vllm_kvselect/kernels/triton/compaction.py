@@ -8,129 +8,116 @@ import triton
 import triton.language as tl
 
 from vllm_kvselect.kernels.triton.selection import rows
+from vllm_kvselect.paging import compaction
 
-_ENTRIES = 32
-"""Entries that a program moves at once."""
+_ENTRIES = 64
+"""Entries that a program moves, in steps of a few elements."""
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-
-
-def gather_entries(
-    entries: torch.Tensor, retained: torch.Tensor, num_competing: int
-) -> torch.Tensor:
-    """Twin of `compaction.gather_entries`."""
-    return _gather(rows(entries).unsqueeze(0), None, retained, num_competing)
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def gather_from_blocks(
-    cache: torch.Tensor, blocks: torch.Tensor, retained: torch.Tensor, num_competing: int
-) -> torch.Tensor:
-    """Twin of `compaction.gather_from_blocks`."""
-    return _gather(cache, blocks, retained, num_competing)
-
-
-def scatter_entries(cache: torch.Tensor, slots: torch.Tensor, entries: torch.Tensor) -> None:
-    """Twin of `compaction.scatter_entries`."""
-    _, num_kv_heads, block_size, width = cache.shape
-    if not (num_entries := slots.numel()):
+def move_retained(
+    memory: torch.Tensor,
+    pages: torch.Tensor,
+    retained: torch.Tensor,
+    num_competing: int,
+    packed_blocks: torch.Tensor,
+) -> None:
+    """Twin of `compaction.move_retained`."""
+    if not (num_entries := retained.numel()):
         return
-    _scatter_kernel[(triton.cdiv(num_entries, _ENTRIES),)](
-        _integers(cache),
-        *cache.stride()[:3],
-        num_kv_heads,
-        block_size,
-        slots,
-        _integers(entries.contiguous()),
-        num_entries,
-        width,
-        ENTRIES=_ENTRIES,
-        WIDTH=triton.next_power_of_2(width),
-    )
-
-
-def _gather(
-    source: torch.Tensor, blocks: torch.Tensor | None, retained: torch.Tensor, num_competing: int
-) -> torch.Tensor:
-    """Rows of `[num_blocks, num_kv_heads, block_size, width]`; without blocks, of the only one."""
-    num_entries, (block_size, width) = retained.numel(), source.shape[2:]
-    gathered = torch.empty(num_entries, width, dtype=source.dtype, device=source.device)
-    if num_entries:
-        _gather_kernel[(triton.cdiv(num_entries, _ENTRIES),)](
-            _integers(source),
-            *source.stride()[:3],
-            blocks,
-            block_size,
+    pages, integers = rows(pages), memory.view(_INTEGERS[memory.itemsize])
+    _, num_kv_heads, block_size, width = memory.shape
+    in_parts = compaction.parts(width, memory.itemsize, num_entries)
+    buffer = integers.new_empty(num_entries * (in_parts[0].stop - in_parts[0].start))
+    # Units of 16 bytes, and steps of 4 of them: what Triton knows of their places makes wide loads.
+    unit = max(1, 16 // memory.itemsize)
+    grid = (triton.cdiv(num_entries, _ENTRIES),)
+    for part in in_parts:
+        moved = (num_entries, width, part.start // unit, part.stop - part.start)
+        sizes = {"UNIT": unit, "STEP": 4 * unit, "ENTRIES": _ENTRIES}
+        _gather_kernel[grid](
+            integers.view(-1),
+            pages,
+            pages.stride(0),
             retained,
-            num_entries,
             num_competing,
-            _integers(gathered),
-            width,
-            PAGED=blocks is not None,
-            ENTRIES=_ENTRIES,
-            WIDTH=triton.next_power_of_2(width),
+            block_size,
+            buffer,
+            *moved,
+            **sizes,
         )
-    return gathered
+        _scatter_kernel[grid](
+            integers.view(-1), packed_blocks, num_kv_heads * block_size, buffer, *moved, **sizes
+        )
 
 
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_INTEGERS[tensor.element_size()])
-
-
-@triton.jit(do_not_specialize=["num_entries", "num_competing"])
+@triton.jit(
+    do_not_specialize=[
+        "pages_stride",
+        "num_competing",
+        "num_entries",
+        "first_unit",
+        "num_elements",
+    ],
+    do_not_specialize_on_alignment=["pages_ptr", "retained_ptr"],
+)
 def _gather_kernel(
-    source_ptr,
-    block_stride,
-    head_stride,
-    token_stride,
-    blocks_ptr,
-    block_size,
+    memory_ptr,
+    pages_ptr,
+    pages_stride,
     retained_ptr,
-    num_entries,
     num_competing,
-    gathered_ptr,
+    block_size,
+    buffer_ptr,
+    num_entries,
     width,
-    PAGED: tl.constexpr,
+    first_unit,
+    num_elements,
+    UNIT: tl.constexpr,
+    STEP: tl.constexpr,
     ENTRIES: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
-    entries, elements = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES), tl.arange(0, WIDTH)
+    entries = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     inside = entries < num_entries
     retained = tl.load(retained_ptr + entries, mask=inside, other=0)
-    head, token = retained // num_competing, retained % num_competing
-    places = head * head_stride
-    if PAGED:
-        block = tl.load(blocks_ptr + token // block_size, mask=inside, other=0).to(tl.int64)
-        places += block * block_stride + token % block_size * token_stride
-    else:
-        places += token * token_stride
-    mask = inside[:, None] & (elements < width)[None, :]
-    moved = tl.load(source_ptr + places[:, None] + elements[None, :], mask=mask, other=0)
-    places = entries[:, None].to(tl.int64) * width + elements[None, :]
-    tl.store(gathered_ptr + places, moved, mask=mask)
+    head, column = retained // num_competing, retained % num_competing
+    pages = pages_ptr + head * pages_stride + column // block_size
+    slots = tl.load(pages, mask=inside, other=0).to(tl.int64) * block_size + column % block_size
+    memory_ptr += first_unit * UNIT
+    for first in range(0, num_elements, STEP):
+        elements = first + tl.arange(0, STEP)
+        mask = inside[:, None] & (elements < num_elements)[None, :]
+        moved = tl.load(memory_ptr + slots[:, None] * width + elements[None, :], mask=mask, other=0)
+        places = entries[:, None].to(tl.int64) * num_elements + elements[None, :]
+        tl.store(buffer_ptr + places, moved, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_entries"])
+@triton.jit(
+    do_not_specialize=["num_entries", "first_unit", "num_elements"],
+    do_not_specialize_on_alignment=["blocks_ptr"],
+)
 def _scatter_kernel(
-    cache_ptr,
-    block_stride,
-    head_stride,
-    token_stride,
-    num_kv_heads,
-    block_size,
-    slots_ptr,
-    entries_ptr,
+    memory_ptr,
+    blocks_ptr,
+    entries_of_block,
+    buffer_ptr,
     num_entries,
     width,
+    first_unit,
+    num_elements,
+    UNIT: tl.constexpr,
+    STEP: tl.constexpr,
     ENTRIES: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
-    entries, elements = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES), tl.arange(0, WIDTH)
+    entries = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     inside = entries < num_entries
-    slots = tl.load(slots_ptr + entries, mask=inside, other=0)
-    page = slots // block_size
-    targets = page // num_kv_heads * block_stride + page % num_kv_heads * head_stride
-    targets += slots % block_size * token_stride
-    mask = inside[:, None] & (elements < width)[None, :]
-    places = entries[:, None].to(tl.int64) * width + elements[None, :]
-    moved = tl.load(entries_ptr + places, mask=mask, other=0)
-    tl.store(cache_ptr + targets[:, None] + elements[None, :], moved, mask=mask)
+    blocks = tl.load(blocks_ptr + entries // entries_of_block, mask=inside, other=0)
+    slots = blocks.to(tl.int64) * entries_of_block + entries % entries_of_block
+    memory_ptr += first_unit * UNIT
+    for first in range(0, num_elements, STEP):
+        elements = first + tl.arange(0, STEP)
+        mask = inside[:, None] & (elements < num_elements)[None, :]
+        places = entries[:, None].to(tl.int64) * num_elements + elements[None, :]
+        moved = tl.load(buffer_ptr + places, mask=mask, other=0)
+        tl.store(memory_ptr + slots[:, None] * width + elements[None, :], moved, mask=mask)

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_kvselect.kernels.triton.paged import DTYPES
 from vllm_kvselect.kernels.triton.selection import rows
-from vllm_kvselect.kernels.triton.window_attention import DTYPES
 from vllm_kvselect.prefilling import criticality as reference
 from vllm_kvselect.prefilling.criticality import Extremes, middle_of
 

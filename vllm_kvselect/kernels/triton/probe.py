@@ -1,4 +1,4 @@
-"""What a probe says of tokens, in one pass; `probed_scores` of `vllm_kvselect/scoring/probe.py`.
+"""What a probe says of tokens, of all rows; `probe_scores` of `vllm_kvselect/scoring/probe.py`.
 
 No key is turned back. A pair (x, y) that was turned by an angle with cosine c and sine s is,
 before that, (c x + s y, c y - s x); under weights (u, v) it counts
@@ -10,119 +10,135 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_kvselect.kernels.triton.selection import rows
-from vllm_kvselect.kernels.triton.window_attention import DTYPES
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.kernels.triton.paged import CODES, UNSPECIALISED, empty, paged, places_of, read
+from vllm_kvselect.scorers import FirstTokens
 from vllm_kvselect.scoring import probe
-from vllm_kvselect.scoring.inputs import ScoringInputs
+from vllm_kvselect.scoring.held import Held
 
 _TOKENS = 32
 """In a program: 512 programs for 2,048 tokens of 8 heads."""
 
 
-def probed_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
-    """Twin of `probe.probed_scores`; products and sums are float32 throughout."""
-    key, value, rotation = inputs.key, inputs.value, inputs.rotation
-    if key.dtype not in DTYPES:
-        return probe.probed_scores(inputs, first_position)
-    assert inputs.probe is not None
-    num_kv_heads, num_tokens, head_size = key.shape
-    cos = sin = key.new_empty(num_tokens, 0, dtype=torch.float32)
-    if rotation is not None:
-        cos, sin = (part.contiguous() for part in rotation.rows(first_position, num_tokens))
-        assert len(cos) == num_tokens  # the kernel would read beyond the tables
-    num_pairs = cos.shape[1]
-    rest_size = head_size - 2 * num_pairs
-    scores = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=key.device)
-    key, value = rows(key), rows(value)
-    _probe_kernel[(triton.cdiv(num_tokens, _TOKENS), num_kv_heads)](
-        key,
-        *key.stride()[:2],
-        value,
-        *value.stride()[:2],
-        inputs.probe.T.float().contiguous(),
-        cos,
-        sin,
-        num_tokens,
-        first_position,
-        scores,
-        HEAD_SIZE=head_size,
+def probe_scores(held: Held, config: EvictionConfig) -> torch.Tensor:
+    """Twin of `scoring.probe.probe_scores`, over rows; products and sums are float32 throughout."""
+    constants = held.paged
+    assert constants.probes is not None
+    cos, sin = constants.tables
+    num_pairs, head_size = cos.shape[2], constants.memory.shape[2] // 2
+    scores = empty(held) if held.numbers is None else held.numbers
+    num_owners = held.num_rows * held.num_kv_heads
+    _probe_kernel[(num_owners * triton.cdiv(held.num_competing, _TOKENS),)](
+        **paged(held),
+        requests_ptr=held.on_device,
+        num_requests=held.num_rows // held.num_layers,
+        weights_ptr=constants.probes,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        table_strides=cos.stride(0),
+        position_stride=cos.stride(1),
+        table_of_ptr=constants.table_of,
+        num_sinks=config.of(FirstTokens).num_sinks,
+        scores_ptr=scores,
         PAIRS=num_pairs,
-        INTERLEAVED=rotation is not None and rotation.interleaved,
+        INTERLEAVED=constants.interleaved,
         PER_TOKEN=probe.PER_TOKEN,
         TOKENS=_TOKENS,
         PAIR_BLOCK=triton.next_power_of_2(max(1, num_pairs)),
-        REST_BLOCK=triton.next_power_of_2(max(1, rest_size)),
-        VALUE_BLOCK=triton.next_power_of_2(head_size),
+        CHANNELS=triton.next_power_of_2(head_size),
     )
     return scores
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_position"])
+@triton.jit(do_not_specialize=[*UNSPECIALISED, "num_requests", "num_sinks", "table_strides"])
 def _probe_kernel(
-    key_ptr,
-    key_head_stride,
-    key_token_stride,
-    value_ptr,
-    value_head_stride,
-    value_token_stride,
+    memory_ptr,
+    codes_ptr,
+    pages_ptr,
+    pages_width,
+    absent_ptr,
+    num_competing,
+    num_layers,
+    num_heads,
+    requests_ptr,
+    num_requests,
     weights_ptr,
     cos_ptr,
     sin_ptr,
-    num_tokens,
-    first_position,
+    table_strides,
+    position_stride,
+    table_of_ptr,
+    num_sinks,
     scores_ptr,
+    PAGE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     TOKENS: tl.constexpr,
     PAIR_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
-    head = tl.program_id(1).to(tl.int64)
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    inside = tokens < num_tokens
-    weights_ptr += head * (2 * HEAD_SIZE + 1)
-    pairs = tl.arange(0, PAIR_BLOCK)
-    is_pair = pairs < PAIRS
+    num_tiles = tl.cdiv(num_competing, TOKENS)
+    owner, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
+    row = owner // num_heads
+    layer, request = row % num_layers, row // num_layers
+    first = tl.load(requests_ptr + num_requests + request)
+    position = tl.load(requests_ptr + 2 * num_requests + request)
+    columns = tile * TOKENS + tl.arange(0, TOKENS)
+    # What has a number keeps it, and what is absent is nobody's.
+    inside = (columns < num_competing) & (columns >= first)
+    if (tile + 1) * TOKENS <= first:
+        return
+    positions = (columns - first + position).to(tl.int64)
+    places = places_of(pages_ptr, pages_width, owner, columns, inside, PAGE) * (2 * HEAD_SIZE)
+    value_codes_ptr = codes_ptr
+    if codes_ptr is not None:
+        codes_ptr += layer * CODES
+        value_codes_ptr = codes_ptr + 256
+    weights_ptr += (layer * num_heads + owner % num_heads) * (2 * HEAD_SIZE + 1)
+    channels = tl.arange(0, CHANNELS)
     logarithms = tl.zeros((TOKENS,), tl.float32)
-    row = key_ptr + head * key_head_stride + tokens * key_token_stride
+    table = tl.load(table_of_ptr + layer).to(tl.int64)
+    num_turned = 0
     if PAIRS > 0:
-        first = pairs * 2 if INTERLEAVED else pairs
-        second = first + (1 if INTERLEAVED else PAIRS)
-        u, v = (_weights(weights_ptr, first, is_pair), _weights(weights_ptr, second, is_pair))
-        x, y = (_vectors(row, first, inside, is_pair), _vectors(row, second, inside, is_pair))
-        table = tokens[:, None] * PAIRS + pairs[None, :]
-        is_entry = inside[:, None] & is_pair[None, :]
-        cos = tl.load(cos_ptr + table, mask=is_entry, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + table, mask=is_entry, other=0.0).to(tl.float32)
+        num_turned = tl.where(table >= 0, 2 * PAIRS, 0)
+        pairs = tl.arange(0, PAIR_BLOCK)
+        is_pair = pairs < PAIRS
+        first_of = pairs * 2 if INTERLEAVED else pairs
+        second_of = first_of + (1 if INTERLEAVED else PAIRS)
+        mask = inside[:, None] & is_pair[None, :] & (table >= 0)
+        u, v = (
+            _weights(weights_ptr, first_of, is_pair),
+            _weights(weights_ptr, second_of, is_pair),
+        )
+        x = read(memory_ptr, places[:, None] + first_of[None, :], mask, codes_ptr)
+        y = read(memory_ptr, places[:, None] + second_of[None, :], mask, codes_ptr)
+        x, y = x.to(tl.float32), y.to(tl.float32)
+        turns = table * table_strides + positions[:, None] * position_stride + pairs[None, :]
+        cos = tl.load(cos_ptr + turns, mask=mask, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + turns, mask=mask, other=0.0).to(tl.float32)
         turned = cos * (u * x + v * y) + sin * (u * y - v * x)
         logarithms += tl.sum(turned / (cos * cos + sin * sin), 1)
-    if HEAD_SIZE > 2 * PAIRS:
-        rest = 2 * PAIRS + tl.arange(0, REST_BLOCK)
-        is_rest = rest < HEAD_SIZE
-        vectors = _vectors(row, rest, inside, is_rest)
-        logarithms += tl.sum(vectors * _weights(weights_ptr, rest, is_rest), 1)
-    channels = tl.arange(0, VALUE_BLOCK)
+    if num_turned < HEAD_SIZE:
+        is_rest = (channels >= num_turned) & (channels < HEAD_SIZE)
+        in_rest = inside[:, None] & is_rest[None, :]
+        keys = read(memory_ptr, places[:, None] + channels[None, :], in_rest, codes_ptr)
+        logarithms += tl.sum(keys.to(tl.float32) * _weights(weights_ptr, channels, is_rest), 1)
     is_channel = channels < HEAD_SIZE
-    row = value_ptr + head * value_head_stride + tokens * value_token_stride
-    weight = weights_ptr + HEAD_SIZE
-    values = _vectors(row, channels, inside, is_channel)
-    logarithms += tl.sum(values * _weights(weight, channels, is_channel), 1)
-    logarithms += tl.load(weight + HEAD_SIZE)
-    logarithms += (first_position + tokens) * PER_TOKEN
-    tl.store(scores_ptr + head * num_tokens + tokens, tl.exp(logarithms), mask=inside)
-
-
-@triton.jit
-def _vectors(row, channels, inside, is_channel):
-    """Channels of the tokens' vectors, in float32."""
-    mask = inside[:, None] & is_channel[None, :]
-    return tl.load(row[:, None] + channels[None, :], mask=mask, other=0.0).to(tl.float32)
+    in_value = inside[:, None] & is_channel[None, :]
+    values = read(
+        memory_ptr + HEAD_SIZE, places[:, None] + channels[None, :], in_value, value_codes_ptr
+    )
+    weights_ptr += HEAD_SIZE
+    logarithms += tl.sum(values.to(tl.float32) * _weights(weights_ptr, channels, is_channel), 1)
+    logarithms += tl.load(weights_ptr + HEAD_SIZE)
+    logarithms += positions * PER_TOKEN
+    scores = tl.where(positions < num_sinks, float("inf"), tl.exp(logarithms))
+    tl.store(scores_ptr + owner * num_competing + columns, scores, mask=inside)
 
 
 @triton.jit
 def _weights(weight, channels, is_channel):
-    """Their weights, one row."""
+    """Weights of some channels, one row."""
     return tl.load(weight + channels, mask=is_channel, other=0.0)[None, :]

@@ -15,6 +15,7 @@ _ROOM = 2**11
 """Bytes of shared memory that reductions take beside tiles."""
 _H100 = 227 * 2**10
 """Shared memory of a block there."""
+_H100_PROCESSORS = 132
 
 
 @triton.jit
@@ -39,13 +40,20 @@ def shared_bytes() -> int:
     if INTERPRETED.value:
         return _H100
     driver = triton.runtime.driver.active
-    return _shared_bytes(driver, driver.get_current_device())
+    return _property(driver, driver.get_current_device(), "max_shared_mem")
+
+
+def num_processors() -> int:
+    """Multiprocessors of this device; of an H100, where none is asked."""
+    if INTERPRETED.value:
+        return _H100_PROCESSORS
+    driver = triton.runtime.driver.active
+    return _property(driver, driver.get_current_device(), "multiprocessor_count")
 
 
 @cache
-def _shared_bytes(driver: Any, device: int) -> int:
-    properties = driver.utils.get_device_properties(device)
-    return int(properties["max_shared_mem"])
+def _property(driver: Any, device: int, name: str) -> int:
+    return int(driver.utils.get_device_properties(device)[name])
 
 
 def tile_bytes() -> int:

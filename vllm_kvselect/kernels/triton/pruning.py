@@ -1,185 +1,107 @@
-"""Exact pruning with static shapes; `needed_value_norms` of `vllm_kvselect/selecting/pruning.py`.
+"""Exact pruning with static shapes, over rows; `vllm_kvselect/selecting/pruning.py`.
 
-Which tokens are projected, and how many, is known on the device only, and their lists stay there.
-Products are launched for as many tokens as there are; programs behind the end of a list return at
-once. All norms would multiply as much as the output projection does in prefill, which is 8 % of an
-8B Llama's weights; those needed are a fraction of them.
+Which entries are projected, and how many, is known on the device only, and their lists stay there.
+All norms would multiply as much as the output projection does in prefill, which is 8 % of an 8B
+Llama's weights; those needed are a fraction of them.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_kvselect.kernels.triton.ordering import append, find_cut, sortable, take
-from vllm_kvselect.kernels.triton.products import multiply, padded, tile_size
-from vllm_kvselect.kernels.triton.selection import (
-    NUM_WARPS,
-    row_block,
-    rows,
-    select,
-    stage_1_mask,
-)
-from vllm_kvselect.kernels.triton.value_norms import partial_norms, sum_of_parts
-from vllm_kvselect.kernels.triton.window_attention import DTYPES
-from vllm_kvselect.scoring.value_norms import OutputProjection
+from vllm_kvselect.kernels.triton.selection import NUM_WARPS, row_block, select, stage_1_mask
+from vllm_kvselect.kernels.triton.value_norms import launch_norms, quadratic_forms
+from vllm_kvselect.scoring.held import Held
 from vllm_kvselect.selecting import pruning
-
-_BLOCK = 256
-"""Tokens in a program that joins the parts of norms."""
+from vllm_kvselect.selecting.selection import stage_2_keys
 
 
 def select_pruned(
+    held: Held,
     scores: torch.Tensor,
     weights: torch.Tensor,
-    value: torch.Tensor,
-    projection: OutputProjection,
     budgets: torch.Tensor,
-    num_retained: int,
+    num_retained: Sequence[int],
     alpha: float,
     eps: float,
-    num_absent: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Twin of `pruning.select_pruned`, made of the twins of its parts."""
-    parts = pruning.Parts(stage_1_mask, needed_value_norms, select)
-    given = (scores, weights, value, projection, budgets, num_retained, alpha, eps, num_absent)
-    return pruning.select_by_parts(parts, *given)
+    """Twin of `pruning.select_pruned`, over rows, on float32 scores.
+
+    Args:
+        held: What requests hold.
+        scores: `[num_rows, num_kv_heads, num_competing]`.
+        weights: Likewise.
+        budgets: Entries per head, `[num_rows * num_kv_heads]` int64.
+        num_retained: Their sum in each row.
+        alpha: Share of a budget that stage 1 fills.
+        eps: Added to the weight in stage 2.
+
+    Returns:
+        `(row * num_kv_heads + head) * num_competing + column`, ascending, `[n]` int64.
+    """
+    is_absent, num_taken = None, budgets
+    if held.has_absent:
+        is_absent, num_taken = held.is_absent(), budgets + held.num_absent.flatten()
+        scores = scores.masked_fill(is_absent, float("-inf"))
+        # Whatever a scorer says there, infinity included, times the value that is not there.
+        weights = weights.masked_fill(is_absent, 0.0)
+    stage_1 = stage_1_mask(scores.flatten(0, 1), budgets, alpha).view_as(scores)
+    # What is absent is not in the running, just as what stage 1 has taken.
+    taken = stage_1 if is_absent is None else stage_1 | is_absent
+    norms = needed_value_norms(held, weights, taken, num_taken, eps)
+    keys = stage_2_keys(weights, norms, stage_1, eps)
+    if is_absent is not None:
+        keys.masked_fill_(is_absent, float("-inf"))
+    return select(keys.flatten(0, 1), budgets, sum(num_retained))
 
 
 def needed_value_norms(
-    scores: torch.Tensor,
-    value: torch.Tensor,
-    projection: OutputProjection,
-    stage_1: torch.Tensor,
-    budgets: torch.Tensor,
-    eps: float,
+    held: Held, weights: torch.Tensor, taken: torch.Tensor, budgets: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Twin of `pruning.needed_value_norms`, on float32 scores.
+    """Twin of `pruning.needed_value_norms`, over rows, on float32 weights.
 
     A quarter more entries than stage 2 retains are projected first, twice as many in the reference.
+
+    Args:
+        held: What requests hold.
+        weights: `[num_rows, num_kv_heads, num_competing]`, not negative.
+        taken: Entries that are not in the running, bool, of the same shape.
+        budgets: Entries per head, those included, `[num_rows * num_kv_heads]` int64.
+        eps: Added to the weights.
+
+    Returns:
+        `[num_rows, num_kv_heads, num_competing]`: norms where they matter, else 0.
     """
-    if value.dtype not in DTYPES or scores.dtype != torch.float32:
-        return pruning.needed_value_norms(scores, value, projection, stage_1, budgets, eps)
-    scores, value, stage_1 = rows(scores), rows(value), stage_1.contiguous()
-    num_heads, num_tokens = scores.shape
-    bounds = _weighted_bounds(scores, value, projection, stage_1, eps)
+    projections = held.paged.projections
+    assert projections is not None
+    weights, taken = weights.contiguous(), taken.contiguous()
+    num_tokens, hidden_size = held.num_competing, projections.weight.shape[4]
+    rounding = pruning.rounding_factor(held.paged.dtype, projections.weight.shape[2], hidden_size)
+    factor = math.sqrt(hidden_size) * rounding
+    bounds = quadratic_forms(held, projections.bound_form, factor, weights, eps, taken)
     norms, keys = torch.zeros_like(bounds), torch.empty_like(bounds)
-    tokens = torch.empty(num_heads, num_tokens, dtype=torch.int32, device=scores.device)
+    tokens = torch.empty_like(bounds, dtype=torch.int32)
     # Of each head: how many tokens are listed, and how many stage 2 retains.
-    counts, num_open = torch.empty(2, num_heads, dtype=torch.int32, device=scores.device)
+    counts, num_open = torch.empty(2, budgets.numel(), dtype=torch.int32, device=bounds.device)
     row_options = {"BLOCK": row_block(num_tokens), "num_warps": NUM_WARPS}
     lists = (bounds, num_tokens, tokens, counts, num_open)
-
-    def project() -> None:
-        parts = partial_norms(value, projection.weight, tokens, counts)
-        _join_kernel[(triton.cdiv(num_tokens, _BLOCK), num_heads)](
-            parts,
-            parts.shape[0],
-            projection.weight.shape[2],
-            scores,
-            scores.stride(0),
-            eps,
-            *lists[:-1],
-            norms,
-            keys,
-            BLOCK=_BLOCK,
-        )
-
-    _first_kernel[(num_heads,)](budgets, *lists, **row_options)
-    project()
-    _second_kernel[(num_heads,)](keys, *lists, **row_options)
-    project()
+    projected = {
+        "listed_ptr": tokens,
+        "counts_ptr": counts,
+        "weights_ptr": weights,
+        "keys_ptr": keys,
+        "bounds_ptr": bounds,
+        "eps": eps,
+    }
+    _first_kernel[(budgets.numel(),)](budgets, *lists, **row_options)
+    launch_norms(held, norms, **projected)
+    _second_kernel[(budgets.numel(),)](keys, *lists, **row_options)
+    launch_norms(held, norms, **projected)
     return norms
-
-
-def _weighted_bounds(
-    scores: torch.Tensor,
-    value: torch.Tensor,
-    projection: OutputProjection,
-    stage_1: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
-    """Upper bounds of what stage 2 ranks by, -1 for entries of stage 1; contiguous float32."""
-    num_heads, num_tokens, head_size = value.shape
-    hidden_size, form = projection.weight.shape[3], projection.bound_form
-    bounds = torch.empty(num_heads, num_tokens, dtype=torch.float32, device=scores.device)
-    channels = padded(head_size)
-    block = tile_size(channels, form.dtype, 128)
-    _bounds_kernel[(triton.cdiv(num_tokens, block), num_heads)](
-        scores,
-        scores.stride(0),
-        eps,
-        value,
-        *value.stride()[:2],
-        form,
-        head_size,
-        math.sqrt(hidden_size) * pruning.rounding_factor(value, hidden_size),
-        stage_1,
-        num_tokens,
-        bounds,
-        TOKENS=block,
-        COLUMNS=min(block, 64, channels),
-        CHANNELS=channels,
-        num_stages=2,
-    )
-    return bounds
-
-
-@triton.jit(
-    do_not_specialize=["scores_stride", "num_tokens"], do_not_specialize_on_alignment=["scores_ptr"]
-)
-def _bounds_kernel(
-    scores_ptr,
-    scores_stride,
-    eps,
-    value_ptr,
-    value_head_stride,
-    value_token_stride,
-    form_ptr,
-    head_size,
-    factor,
-    stage_1_ptr,
-    num_tokens,
-    bounds_ptr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
-    head = tl.program_id(1).to(tl.int64)
-    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    channels = tl.arange(0, CHANNELS)
-    inside, is_channel = tokens < num_tokens, channels < head_size
-    value_rows = head * value_head_stride + tokens.to(tl.int64) * value_token_stride
-    values = tl.load(
-        value_ptr + value_rows[:, None] + channels[None, :],
-        mask=inside[:, None] & is_channel[None, :],
-        other=0.0,
-    )
-    values = values.to(form_ptr.dtype.element_ty)
-    form_ptr += head * head_size * head_size
-    squares = tl.zeros((TOKENS,), tl.float32)
-    for first in range(0, head_size, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
-        is_column = columns < head_size
-        form = tl.load(
-            form_ptr + channels[:, None] * head_size + columns[None, :],
-            mask=is_channel[:, None] & is_column[None, :],
-            other=0.0,
-        )
-        # The same values once more: registers cannot be cut into columns.
-        factors = tl.load(
-            value_ptr + value_rows[:, None] + columns[None, :],
-            mask=inside[:, None] & is_column[None, :],
-            other=0.0,
-        )
-        squares += tl.sum(multiply(values, form) * factors.to(tl.float32), 1)
-    bounds = factor * tl.sqrt(tl.maximum(squares, 0.0))
-    scores = tl.load(scores_ptr + head * scores_stride + tokens, mask=inside, other=0.0)
-    places = head * num_tokens + tokens
-    taken = tl.load(stage_1_ptr + places, mask=inside, other=0) != 0
-    bounds = tl.where(taken, -1.0, bounds * (scores + eps))
-    tl.store(bounds_ptr + places, bounds, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -224,38 +146,3 @@ def _second_kernel(
         reaching = inside & (sortable(bounds) >= cut)
         num_listed = append(tokens_ptr + head * num_tokens, num_listed, tokens, reaching)
     tl.store(counts_ptr + head, num_listed)
-
-
-@triton.jit(
-    do_not_specialize=["scores_stride", "num_tokens"], do_not_specialize_on_alignment=["scores_ptr"]
-)
-def _join_kernel(
-    parts_ptr,
-    num_parts,
-    group,
-    scores_ptr,
-    scores_stride,
-    eps,
-    bounds_ptr,
-    num_tokens,
-    tokens_ptr,
-    counts_ptr,
-    norms_ptr,
-    keys_ptr,
-    BLOCK: tl.constexpr,
-):
-    """Joins the parts of the listed norms, and takes their tokens out of the running."""
-    head = tl.program_id(1).to(tl.int64)
-    count = tl.load(counts_ptr + head)
-    if tl.program_id(0) * BLOCK >= count:
-        return
-    listed = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = listed < count
-    places = head * num_tokens + listed
-    stride = tl.num_programs(1).to(tl.int64) * num_tokens
-    norms = sum_of_parts(parts_ptr, num_parts, stride, places, inside, group, BLOCK)
-    tokens = tl.load(tokens_ptr + places, mask=inside, other=0)
-    scores = tl.load(scores_ptr + head * scores_stride + tokens, mask=inside, other=0.0)
-    tl.store(keys_ptr + places, (scores + eps) * norms, mask=inside)
-    tl.store(norms_ptr + head * num_tokens + tokens, norms, mask=inside)
-    tl.store(bounds_ptr + head * num_tokens + tokens, tl.full((BLOCK,), -1.0, tl.float32), inside)

@@ -1,155 +1,255 @@
-"""Projected value norms in one kernel; those of `vllm_kvselect/scoring/value_norms.py`.
+"""Projected value norms of all rows; those of `vllm_kvselect/scoring/value_norms.py`.
 
 A tile of `V W_O` lives in registers until its magnitudes are summed up. W_O streams from the L2
-cache once for every tile of tokens, so those are as large as registers allow.
+cache once for every tile of entries, so those are as large as registers allow, and programs that
+run side by side have the same head. There are as many programs as multiprocessors: each goes
+through the list of all tiles, so that none waits for the last ones, and tiles without an entry take
+no time.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_kvselect.kernels.triton.products import multiply, num_stages, padded, tile_size
-from vllm_kvselect.kernels.triton.selection import rows
-from vllm_kvselect.kernels.triton.window_attention import DTYPES
-from vllm_kvselect.scoring import value_norms as references
+from vllm_kvselect.kernels.triton.paged import CODES, UNSPECIALISED, empty, paged, places_of, read
+from vllm_kvselect.kernels.triton.products import (
+    multiply,
+    num_processors,
+    num_stages,
+    padded,
+    tile_size,
+)
+from vllm_kvselect.scoring.held import Held
 
-_PART = 2048
-"""Columns of `V W_O` that one program sums up: few tokens of few heads still fill the SMs."""
 
-_BLOCK = 256
-"""Tokens in a program that joins the parts."""
-
-
-def projected_value_norms(
-    value: torch.Tensor, projection: references.OutputProjection
-) -> torch.Tensor:
-    """Twin of `value_norms.projected_value_norms`; products and sums are float32 throughout."""
-    if value.dtype not in DTYPES:
-        return references.projected_value_norms(value, projection)
-    weight = projection.weight
-    norms = torch.empty(value.shape[:2], dtype=torch.float32, device=value.device)
-    group = weight.shape[2]
-    parts = partial_norms(rows(value), weight.contiguous(), None, None)
-    num_parts, num_heads, num_tokens = parts.shape
-    _join_kernel[(triton.cdiv(num_tokens, _BLOCK), num_heads)](
-        parts, num_parts, group, num_tokens, norms, BLOCK=_BLOCK
-    )
+def projected_value_norms(held: Held) -> torch.Tensor:
+    """Twin of `value_norms.projected_value_norms`, over rows; sums are float32 throughout."""
+    norms = empty(held)
+    launch_norms(held, norms)
     return norms
 
 
-def partial_norms(
-    value: torch.Tensor,
-    weight: torch.Tensor,
-    tokens: torch.Tensor | None,
-    counts: torch.Tensor | None,
-) -> torch.Tensor:
-    """Norms over parts of the columns, so that their sum is the same in whatever tile a token is.
+def projected_value_l2_norms(held: Held) -> torch.Tensor:
+    """Twin of `value_norms.projected_value_l2_norms`, over rows."""
+    projections = held.paged.projections
+    assert projections is not None
+    return quadratic_forms(held, projections.gram, 1.0)
+
+
+def launch_norms(held: Held, norms: torch.Tensor, **lists: Any) -> None:
+    """Computes norms of all columns, or of those that are listed.
 
     Args:
-        value: `[num_kv_heads, num_tokens, head_size]`, rows of neighbouring elements.
-        weight: W_O as in `OutputProjection`, contiguous.
-        tokens: Which tokens of each head, `[num_kv_heads, num_tokens]` int32, or None for all.
-        counts: How many of `tokens` are to be projected, `[num_kv_heads]` int32.
-
-    Returns:
-        Sums of magnitudes over the query group, `[num_parts, num_kv_heads, num_tokens]` float32;
-        column `i` is that of the i-th of `tokens`.
+        held: What requests hold.
+        norms: `[num_rows, num_kv_heads, num_competing]` float32, written.
+        **lists: Which columns, and what becomes of them; see the kernel.
     """
-    num_heads, num_tokens, head_size = value.shape
-    channels, width = padded(head_size), weight.shape[2] * weight.shape[3]
-    num_parts = triton.cdiv(width, _PART)
-    parts = torch.empty(num_parts, num_heads, num_tokens, dtype=torch.float32, device=value.device)
-    block = tile_size(channels, value.dtype, 128)
+    projections, dtype = held.paged.projections, held.paged.dtype
+    assert projections is not None
+    weight = projections.weight
+    channels = padded(weight.shape[2])
+    block = tile_size(channels, dtype, 128)
     # Twice as many bytes of values, which are read once.
-    token_block = 2 * block
-    _parts_kernel[(triton.cdiv(num_tokens, token_block), num_heads, num_parts)](
-        value,
-        *value.stride()[:2],
-        weight,
-        width,
-        head_size,
-        tokens,
-        counts,
-        parts,
-        num_tokens,
-        LISTED=tokens is not None,
-        PART=_PART,
-        TOKENS=token_block,
+    tokens = 2 * block
+    num_items = held.num_rows * held.num_kv_heads * triton.cdiv(held.num_competing, tokens)
+    if not num_items:
+        return
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("listed_ptr", "counts_ptr", "weights_ptr", "keys_ptr", "bounds_ptr")
+    )
+    _norms_kernel[(min(num_items, num_processors()),)](
+        **paged(held),
+        projection_ptr=weight,
+        width=weight.shape[3] * weight.shape[4],
+        group=weight.shape[3],
+        num_items=num_items,
+        norms_ptr=norms,
+        **{**nothing, "eps": 0.0, **lists},
+        TOKENS=tokens,
         COLUMNS=block,
         CHANNELS=channels,
         num_warps=8,
-        num_stages=num_stages(channels, value.dtype),
+        num_stages=num_stages(channels, dtype),
     )
-    return parts
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _parts_kernel(
-    value_ptr,
-    value_head_stride,
-    value_token_stride,
-    weight_ptr,
+def quadratic_forms(
+    held: Held,
+    forms: torch.Tensor,
+    factor: float,
+    weights: torch.Tensor | None = None,
+    eps: float = 0.0,
+    taken: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`factor * sqrt(v F v^T)` of every value v, times weights where there are some.
+
+    Args:
+        held: What requests hold.
+        forms: F, `[num_layers, num_kv_heads, head_size, head_size]`.
+        factor: As above.
+        weights: `[num_rows, num_kv_heads, num_competing]` float32, contiguous, or None.
+        eps: Added to them.
+        taken: Entries that get -1 instead, bool, contiguous, or None.
+
+    Returns:
+        `[num_rows, num_kv_heads, num_competing]` float32.
+    """
+    found, channels = empty(held), padded(forms.shape[2])
+    block = tile_size(channels, forms.dtype, 128)
+    if not found.numel():
+        return found
+    num_owners = held.num_rows * held.num_kv_heads
+    _forms_kernel[(num_owners * triton.cdiv(held.num_competing, block),)](
+        **paged(held),
+        forms_ptr=forms,
+        factor=factor,
+        weights_ptr=weights,
+        eps=eps,
+        taken_ptr=taken,
+        found_ptr=found,
+        TOKENS=block,
+        COLUMNS=min(block, 64, channels),
+        CHANNELS=channels,
+        num_stages=2,
+    )
+    return found
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALISED, "num_items"])
+def _norms_kernel(
+    memory_ptr,
+    codes_ptr,
+    pages_ptr,
+    pages_width,
+    absent_ptr,
+    num_competing,
+    num_layers,
+    num_heads,
+    projection_ptr,
     width,
-    head_size,
-    tokens_ptr,
+    group,
+    num_items,
+    norms_ptr,
+    listed_ptr,
     counts_ptr,
-    parts_ptr,
-    num_tokens,
-    LISTED: tl.constexpr,
-    PART: tl.constexpr,
+    weights_ptr,
+    keys_ptr,
+    bounds_ptr,
+    eps,
+    PAGE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    head, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    count = num_tokens
-    if LISTED:
-        count = tl.load(counts_ptr + head)
-    if tl.program_id(0) * TOKENS >= count:
-        return
-    places = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    inside = places < count
-    tokens = places
-    if LISTED:
-        tokens = tl.load(tokens_ptr + head * num_tokens + places, mask=inside, other=0)
+    """Norms of all columns; or of listed ones, with what they make of the weights beside.
+
+    Of listed columns, `keys` gets `(weight + eps) * norm` at the place in the list, and `bounds` -1
+    at the column: it is out of the running.
+    """
+    tiles_of_owner = tl.cdiv(num_competing, TOKENS)
     channels = tl.arange(0, CHANNELS)
-    is_channel = channels < head_size
-    value_rows = head * value_head_stride + tokens.to(tl.int64) * value_token_stride
-    values = tl.load(
-        value_ptr + value_rows[:, None] + channels[None, :],
-        mask=inside[:, None] & is_channel[None, :],
-        other=0.0,
-    )
-    weight_ptr += head * head_size * width + channels[:, None] * width
-    norms = tl.zeros((TOKENS,), tl.float32)
-    end = tl.minimum((part + 1) * PART, width)
-    for start in range(part * PART, end, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        weights = tl.load(
-            weight_ptr + columns[None, :],
-            mask=is_channel[:, None] & (columns < end)[None, :],
+    is_channel = channels < HEAD_SIZE
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        owner, tile = (item // tiles_of_owner).to(tl.int64), item % tiles_of_owner
+        layer = owner // num_heads % num_layers
+        count = num_competing
+        if listed_ptr is not None:
+            count = tl.load(counts_ptr + owner)
+        if tile * TOKENS < count:
+            places = tile * TOKENS + tl.arange(0, TOKENS)
+            inside = places < count
+            columns = places
+            if listed_ptr is not None:
+                listed = listed_ptr + owner * num_competing + places
+                columns = tl.load(listed, mask=inside, other=0)
+            present = inside & (columns >= tl.load(absent_ptr + owner).to(tl.int32))
+            slots = places_of(pages_ptr, pages_width, owner, columns, present, PAGE)
+            elements = (slots * (2 * HEAD_SIZE) + HEAD_SIZE)[:, None] + channels[None, :]
+            mask = present[:, None] & is_channel[None, :]
+            codes = codes_ptr
+            if codes_ptr is not None:
+                codes = codes_ptr + layer * CODES + 256
+            values = read(memory_ptr, elements, mask, codes)
+            rows = projection_ptr + (layer * num_heads + owner % num_heads) * HEAD_SIZE * width
+            rows += channels[:, None] * width
+            norms = tl.zeros((TOKENS,), tl.float32)
+            for start in range(0, width, COLUMNS):
+                outputs = start + tl.arange(0, COLUMNS)
+                weights = tl.load(
+                    rows + outputs[None, :],
+                    mask=is_channel[:, None] & (outputs < width)[None, :],
+                    other=0.0,
+                )
+                norms += tl.sum(tl.abs(multiply(values, weights)), 1)
+            norms /= group
+            tl.store(norms_ptr + owner * num_competing + columns, norms, mask=inside)
+            if listed_ptr is not None:
+                given = weights_ptr + owner * num_competing + columns
+                keys = (tl.load(given, mask=inside, other=0.0) + eps) * norms
+                tl.store(keys_ptr + owner * num_competing + places, keys, mask=inside)
+                out = tl.full((TOKENS,), -1.0, tl.float32)
+                tl.store(bounds_ptr + owner * num_competing + columns, out, mask=inside)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _forms_kernel(
+    memory_ptr,
+    codes_ptr,
+    pages_ptr,
+    pages_width,
+    absent_ptr,
+    num_competing,
+    num_layers,
+    num_heads,
+    forms_ptr,
+    factor,
+    weights_ptr,
+    eps,
+    taken_ptr,
+    found_ptr,
+    PAGE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    num_tiles = tl.cdiv(num_competing, TOKENS)
+    owner, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
+    layer = owner // num_heads % num_layers
+    columns = tile * TOKENS + tl.arange(0, TOKENS)
+    inside = columns < num_competing
+    present = inside & (columns >= tl.load(absent_ptr + owner).to(tl.int32))
+    channels = tl.arange(0, CHANNELS)
+    is_channel = channels < HEAD_SIZE
+    slots = places_of(pages_ptr, pages_width, owner, columns, present, PAGE)
+    elements = slots * (2 * HEAD_SIZE) + HEAD_SIZE
+    if codes_ptr is not None:
+        codes_ptr += layer * CODES + 256
+    mask = present[:, None] & is_channel[None, :]
+    values = read(memory_ptr, elements[:, None] + channels[None, :], mask, codes_ptr)
+    # As precise as the form: a bound counts on its rounding, a norm of L2 is float32 throughout.
+    values = values.to(forms_ptr.dtype.element_ty)
+    forms_ptr += (layer * num_heads + owner % num_heads) * HEAD_SIZE * HEAD_SIZE
+    squares = tl.zeros((TOKENS,), tl.float32)
+    for start in range(0, HEAD_SIZE, COLUMNS):
+        outputs = start + tl.arange(0, COLUMNS)
+        is_output = outputs < HEAD_SIZE
+        form = tl.load(
+            forms_ptr + channels[:, None] * HEAD_SIZE + outputs[None, :],
+            mask=is_channel[:, None] & is_output[None, :],
             other=0.0,
         )
-        norms += tl.sum(tl.abs(multiply(values, weights)), 1)
-    parts_ptr += (part * tl.num_programs(1) + head) * num_tokens
-    tl.store(parts_ptr + places, norms, mask=inside)
-
-
-@triton.jit
-def sum_of_parts(parts_ptr, num_parts, stride, places, inside, group, BLOCK: tl.constexpr):
-    """Joins the parts of some norms, always in the same order."""
-    norms = tl.zeros((BLOCK,), tl.float32)
-    for part in range(num_parts):
-        norms += tl.load(parts_ptr + part * stride + places, mask=inside, other=0.0)
-    return norms / group
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _join_kernel(parts_ptr, num_parts, group, num_tokens, norms_ptr, BLOCK: tl.constexpr):
-    head = tl.program_id(1).to(tl.int64)
-    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = tokens < num_tokens
-    places = head * num_tokens + tokens
-    stride = tl.num_programs(1).to(tl.int64) * num_tokens
-    norms = sum_of_parts(parts_ptr, num_parts, stride, places, inside, group, BLOCK)
-    tl.store(norms_ptr + places, norms, mask=inside)
+        # The same values once more: registers cannot be cut into columns.
+        of_outputs = present[:, None] & is_output[None, :]
+        factors = read(memory_ptr, elements[:, None] + outputs[None, :], of_outputs, codes_ptr)
+        squares += tl.sum(multiply(values, form) * factors.to(tl.float32), 1)
+    found = factor * tl.sqrt(tl.maximum(squares, 0.0))
+    places = owner * num_competing + columns
+    if weights_ptr is not None:
+        found *= tl.load(weights_ptr + places, mask=inside, other=0.0) + eps
+    if taken_ptr is not None:
+        found = tl.where(tl.load(taken_ptr + places, mask=inside, other=0) != 0, -1.0, found)
+    tl.store(found_ptr + places, found, mask=inside)

@@ -1,4 +1,4 @@
-"""The window's attention, reduced over its queries; `vllm_kvselect/scoring/snapkv.py`.
+"""The window's attention, reduced over its queries, of all rows; `vllm_kvselect/scoring/snapkv.py`.
 
 Keys are read twice: for the normalisers of the rows, then for the weights. To keep the exponentials
 of the first pass would move more: `group * window` of them for every key (128 for four query heads
@@ -13,231 +13,271 @@ import triton
 import triton.language as tl
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.kernels.triton.paged import (
+    CODES,
+    UNSPECIALISED,
+    empty,
+    paged,
+    places_of,
+    read,
+)
 from vllm_kvselect.kernels.triton.pooling import pool
 from vllm_kvselect.kernels.triton.products import multiply, num_stages, padded, tile_size
-from vllm_kvselect.kernels.triton.selection import rows
 from vllm_kvselect.scorers import Pooling, QueryGroup
-from vllm_kvselect.scoring import defensivekv, snapkv
-from vllm_kvselect.scoring.inputs import ScoringInputs
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from vllm_kvselect.scoring.held import Held
 
 _MOST_SPLITS = 32
-"""Parts of the prompt whose normalisers are computed side by side and joined in the second pass."""
+"""Parts of the columns whose normalisers are computed side by side, joined in the second pass."""
 
 _LEAST_SPLIT = 512
-"""Tokens of a part: 8,192 tokens of 8 heads make 128 programs, about one for each SM of an H100."""
+"""Columns of a part: 8,192 of 8 heads make 128 programs, about one for each SM of an H100."""
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
-
-def snapkv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
-    """Twin of `scoring.snapkv.snapkv_scores`."""
-    if inputs.query.dtype not in DTYPES:
-        return snapkv.snapkv_scores(inputs, config)
-    attention = _attention(inputs, config.of(QueryGroup).group_reduction)
-    pooling = config.of(Pooling)
-    return pool(attention, pooling.pooling, pooling.kernel_size)
+MEAN, LARGEST, WORST = range(3)
+"""How a column's weights become one: their mean; the largest mean of a query head; the largest."""
 
 
-def mean_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
-    """Twin of `scoring.defensivekv.mean_attention`."""
-    if inputs.query.dtype not in DTYPES:
-        return defensivekv.mean_attention(inputs, config)
-    return _attention(inputs, "mean")
+def snapkv_scores(held: Held, config: EvictionConfig) -> torch.Tensor:
+    """Twin of `scoring.snapkv.snapkv_scores`, over rows."""
+    pooling, kind = config.of(Pooling), config.of(QueryGroup).group_reduction
+    size = pooling.kernel_size
+    attention = window_attention(held, LARGEST if kind == "max" else MEAN, size // 2)
+    return pool(held, config.window, attention, pooling.pooling, size)
 
 
-def _attention(inputs: ScoringInputs, group_reduction: str) -> torch.Tensor:
-    """The window's attention to what comes before it."""
-    given = (inputs.query, inputs.key, inputs.scale, group_reduction)
-    return window_attention(*given, inputs.sinks, inputs.num_absent)
+def mean_attention(held: Held, config: EvictionConfig) -> torch.Tensor:
+    """Twin of `scoring.defensivekv.mean_attention`, over rows."""
+    return window_attention(held, MEAN, 0)
 
 
-def window_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    scale: float,
-    group_reduction: str,
-    sinks: torch.Tensor | None = None,
-    num_absent: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The mean over the window of each query head's attention, reduced over the query group.
+def defensive_scores(held: Held, config: EvictionConfig) -> torch.Tensor:
+    """Twin of `scoring.defensivekv.defensive_scores`, over rows, for maxima in the pooling."""
+    size = config.of(Pooling).kernel_size
+    num_more = max(held.behind)  # the mean is over all that is scored
+    attention = window_attention(held, WORST, num_more)
+    worst = pool(held, config.window, attention, "max", size, num_more)
+    absent = held.num_absent.view(-1, held.num_layers, held.num_kv_heads)
+    num_scored = held.on_device[0, :, None, None] + (held.num_competing - config.window) - absent
+    mean = worst.sum(dim=-1) / num_scored.view(held.num_absent.shape)
+    return torch.maximum(worst[..., : held.num_competing], mean[..., None])
+
+
+def window_attention(held: Held, reduction: int, num_more: int) -> torch.Tensor:
+    """The window's attention to each column, reduced over its queries and the query group.
 
     Args:
-        query: `[window, num_heads, head_size]`.
-        key: `[num_kv_heads, num_prompt_tokens, head_size]`; of `query`'s dtype or in fp8, whose
-            own scale is then part of `scale`.
-        scale: Softmax scale.
-        group_reduction: `mean` or `max`.
-        sinks: Attention sinks, `[num_heads]`, or None.
-        num_absent: First columns of each head in which there is no key, `[num_kv_heads]` int64, or
-            None.
+        held: What requests hold; its queries are the windows'.
+        reduction: How weights become one.
+        num_more: Columns that are wanted beyond those that compete; those of a request's window are
+            0.
 
     Returns:
-        `[num_kv_heads, num_prompt_tokens - window]`, float32.
+        `[num_rows, num_kv_heads, num_competing + n]` float32, n at most `num_more`.
     """
-    query, key = rows(query), rows(key)
-    window, num_heads, head_size = query.shape
-    num_kv_heads, num_tokens, _ = key.shape
-    group, num_scored = num_heads // num_kv_heads, num_tokens - window
+    query = held.query
+    assert query is not None
+    query = query if query[0, 0, 0].is_contiguous() else query.contiguous()
+    window, num_heads, head_size = query.shape[2:]
+    num_rows = held.num_rows
+    constants, dtype = held.paged, query.dtype
+    group, most_behind = num_heads // held.num_kv_heads, max(held.behind)
+    num_columns = held.num_competing + most_behind
     channels = padded(head_size)
-    num_rows, num_splits = group * window, min(_MOST_SPLITS, triton.cdiv(num_tokens, _LEAST_SPLIT))
-    block = tile_size(channels, query.dtype, 128)
+    num_queries, num_splits = (
+        group * window,
+        min(_MOST_SPLITS, triton.cdiv(num_columns, _LEAST_SPLIT)),
+    )
+    block = tile_size(channels, dtype, 128)
+    num_owners = num_rows * held.num_kv_heads
     normalizers = torch.empty(
-        num_kv_heads, num_splits, num_rows, dtype=torch.float32, device=key.device
+        num_owners, num_splits, num_queries, dtype=torch.float32, device=query.device
     )
-    scores = torch.empty(num_kv_heads, num_scored, dtype=torch.float32, device=key.device)
-    shape = (num_tokens, window, group, head_size)
-    inputs = (query, *query.stride()[:2], key, *key.stride()[:2], scale * _LOG2_E.value, *shape)
-    row_block = min(block, padded(num_rows))
-    _normalizers_kernel[(num_splits, num_kv_heads, triton.cdiv(num_rows, row_block))](
-        *inputs,
-        normalizers,
-        triton.cdiv(triton.cdiv(num_tokens, block), num_splits) * block,
-        sinks,
-        num_absent,
+    scores = empty(held, held.num_competing + min(num_more, most_behind))
+    given = {
+        **paged(held),
+        "behind_ptr": held.on_device,
+        "query_ptr": query,
+        "request_stride": query.stride(0),
+        "layer_stride": query.stride(1),
+        "query_stride": query.stride(2),
+        "scales_ptr": constants.scales,
+        "window": window,
+        "group": group,
+        "normalizers_ptr": normalizers,
+        "num_splits": num_splits,
+        "TOKENS": block,
+        "CHANNELS": channels,
+        "num_warps": 8,
+    }
+    row_block = min(block, padded(num_queries))
+    grid = (num_owners * num_splits, triton.cdiv(num_queries, row_block))
+    _normalizers_kernel[grid](
+        **given,
+        split_size=triton.cdiv(triton.cdiv(num_columns, block), num_splits) * block,
+        sinks_ptr=constants.sinks,
         ROWS=row_block,
-        TOKENS=block,
-        CHANNELS=channels,
-        num_warps=8,
-        num_stages=num_stages(channels, query.dtype),
+        num_stages=num_stages(channels, dtype),
     )
-    if num_scored:
-        _weights_kernel[(triton.cdiv(num_scored, block), num_kv_heads)](
-            *inputs,
-            normalizers,
-            num_splits,
-            scores,
-            num_absent,
-            LARGEST=group_reduction == "max",
+    if num_wanted := scores.shape[2]:
+        _weights_kernel[(num_owners * triton.cdiv(num_wanted, block),)](
+            **given,
+            scores_ptr=scores,
+            num_columns=num_wanted,
+            REDUCTION=reduction,
             SPLITS=_MOST_SPLITS,
-            ROWS=min(64, padded(window), tile_size(channels, query.dtype, 64)),
-            TOKENS=block,
-            CHANNELS=channels,
-            num_warps=8,
+            ROWS=min(64, padded(window), tile_size(channels, dtype, 64)),
             num_stages=2,
         )
     return scores
 
 
-@triton.jit(do_not_specialize=["num_tokens", "split_size"])
+_STRIDES = ["request_stride", "layer_stride", "query_stride"]
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALISED, *_STRIDES, "num_splits", "split_size"])
 def _normalizers_kernel(
+    memory_ptr,
+    codes_ptr,
+    pages_ptr,
+    pages_width,
+    absent_ptr,
+    num_competing,
+    num_layers,
+    num_heads,
+    behind_ptr,
     query_ptr,
-    query_token_stride,
-    query_head_stride,
-    key_ptr,
-    key_head_stride,
-    key_token_stride,
-    scale,
-    num_tokens,
+    request_stride,
+    layer_stride,
+    query_stride,
+    scales_ptr,
     window,
     group,
-    head_size,
     normalizers_ptr,
+    num_splits,
     split_size,
     sinks_ptr,
-    absent_ptr,
+    PAGE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Base-2 logarithms of the sums of exponentials, of some rows over a part of the prompt.
+    """Base-2 logarithms of the sums of exponentials, of some queries over a part of the columns.
 
-    Row `j * window + i` is query `i` of the head's `j`-th query head.
+    Query row `j * window + i` is query `i` of the head's `j`-th query head.
     """
-    split, head = tl.program_id(0), tl.program_id(1)
-    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    owner, split = (tl.program_id(0) // num_splits).to(tl.int64), tl.program_id(0) % num_splits
+    row, head = owner // num_heads, owner % num_heads
+    layer = row % num_layers
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     channels = tl.arange(0, CHANNELS)
     position, member = rows % window, rows // window
-    is_row, is_channel = rows < group * window, channels < head_size
-    query_rows = position * query_token_stride + (head * group + member) * query_head_stride
+    is_row, is_channel = rows < group * window, channels < HEAD_SIZE
+    query_ptr += row // num_layers * request_stride + layer * layer_stride
+    query_rows = position * query_stride + (head * group + member) * HEAD_SIZE
     query = tl.load(
         query_ptr + query_rows[:, None] + channels[None, :],
         mask=is_row[:, None] & is_channel[None, :],
         other=0.0,
     )
-    key_ptr += head.to(tl.int64) * key_head_stride
-    last_seen = num_tokens - window + position
+    if codes_ptr is not None:
+        codes_ptr += row % num_layers * CODES
+    scale = tl.load(scales_ptr + layer) * _LOG2_E
+    num_columns = num_competing + tl.load(behind_ptr + row // num_layers)
+    num_absent = tl.load(absent_ptr + owner).to(tl.int32)
+    last_seen = num_columns - window + position
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     if sinks_ptr is not None:
         # As if the first part had one more key.
         has_sink = is_row & (split == 0)
-        sink = tl.load(sinks_ptr + head * group + member, mask=has_sink, other=float("-inf"))
+        sinks_ptr += (layer * num_heads + head) * group
+        sink = tl.load(sinks_ptr + member, mask=has_sink, other=float("-inf"))
         largest = sink.to(tl.float32) * _LOG2_E
         total = tl.where(has_sink, 1.0, total)
-    end = tl.minimum((split + 1) * split_size, num_tokens)
+    end = tl.minimum((split + 1) * split_size, num_columns)
     for start in range(split * split_size, end, TOKENS):
-        tokens = start + tl.arange(0, TOKENS)
-        keys = tl.load(
-            key_ptr + tokens[None, :].to(tl.int64) * key_token_stride + channels[:, None],
-            mask=(tokens < num_tokens)[None, :] & is_channel[:, None],
-            other=0.0,
-        )
-        logits = multiply(query, keys.to(query.dtype)) * scale
-        logits = tl.where(tokens[None, :] <= last_seen[:, None], logits, float("-inf"))
-        if absent_ptr is not None:
-            is_absent = tokens < tl.load(absent_ptr + head)
-            logits = tl.where(is_absent[None, :], float("-inf"), logits)
+        columns = start + tl.arange(0, TOKENS)
+        inside = (columns < num_columns) & (columns >= num_absent)
+        places = places_of(pages_ptr, pages_width, owner, columns, inside, PAGE) * (2 * HEAD_SIZE)
+        mask = inside[None, :] & is_channel[:, None]
+        keys = read(memory_ptr, places[None, :] + channels[:, None], mask, codes_ptr)
+        logits = multiply(query, keys) * scale
+        is_seen = (columns[None, :] <= last_seen[:, None]) & inside[None, :]
+        logits = tl.where(is_seen, logits, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(logits, 1))
         # A row that sees nothing yet keeps a sum of 0; the largest term of others is 1.
         pivot = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         total = total * tl.exp2(largest - pivot) + tl.sum(tl.exp2(logits - pivot[:, None]), 1)
         largest = new_largest
-    places = (head * tl.num_programs(0) + split) * group * window + rows
+    places = (owner * num_splits + split) * group * window + rows
     tl.store(normalizers_ptr + places, largest + tl.log2(tl.maximum(total, 1.0)), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+@triton.jit(do_not_specialize=[*UNSPECIALISED, *_STRIDES, "num_splits"])
 def _weights_kernel(
+    memory_ptr,
+    codes_ptr,
+    pages_ptr,
+    pages_width,
+    absent_ptr,
+    num_competing,
+    num_layers,
+    num_heads,
+    behind_ptr,
     query_ptr,
-    query_token_stride,
-    query_head_stride,
-    key_ptr,
-    key_head_stride,
-    key_token_stride,
-    scale,
-    num_tokens,
+    request_stride,
+    layer_stride,
+    query_stride,
+    scales_ptr,
     window,
     group,
-    head_size,
     normalizers_ptr,
     num_splits,
     scores_ptr,
-    absent_ptr,
-    LARGEST: tl.constexpr,
+    num_columns,
+    PAGE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    REDUCTION: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Scores of a tile of tokens before the window, which all of its queries see."""
-    head, num_scored = tl.program_id(1), num_tokens - window
-    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    """Scores of a tile of columns before the window, which all of its queries see."""
+    num_tiles = tl.cdiv(num_columns, TOKENS)
+    owner, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
+    row, head = owner // num_heads, owner % num_heads
+    columns = tile * TOKENS + tl.arange(0, TOKENS)
     channels, splits = tl.arange(0, CHANNELS), tl.arange(0, SPLITS)
-    is_channel = channels < head_size
-    key_rows = head.to(tl.int64) * key_head_stride + tokens.to(tl.int64) * key_token_stride
-    keys = tl.load(
-        key_ptr + key_rows[:, None] + channels[None, :],
-        mask=(tokens < num_scored)[:, None] & is_channel[None, :],
-        other=0.0,
-    )
-    keys = keys.to(query_ptr.dtype.element_ty)
+    is_channel = channels < HEAD_SIZE
+    num_scored = num_competing + tl.load(behind_ptr + row // num_layers) - window
+    inside = (columns < num_scored) & (columns >= tl.load(absent_ptr + owner).to(tl.int32))
+    places = places_of(pages_ptr, pages_width, owner, columns, inside, PAGE) * (2 * HEAD_SIZE)
+    mask = inside[:, None] & is_channel[None, :]
+    if codes_ptr is not None:
+        codes_ptr += row % num_layers * CODES
+    keys = read(memory_ptr, places[:, None] + channels[None, :], mask, codes_ptr)
+    scale = tl.load(scales_ptr + row % num_layers) * _LOG2_E
     scores = tl.zeros((TOKENS,), tl.float32)
+    normalizers_ptr += owner * num_splits * group * window
+    query_ptr += row // num_layers * request_stride + row % num_layers * layer_stride
+    query_ptr += head * group * HEAD_SIZE
     for member in range(group):
-        query_ptr_head = query_ptr + (head * group + member) * query_head_stride
         mean = tl.zeros((TOKENS,), tl.float32)
         for first in range(0, window, ROWS):
             rows = first + tl.arange(0, ROWS)
             is_row = rows < window
+            query_rows = rows * query_stride + member * HEAD_SIZE
             query = tl.load(
-                query_ptr_head + rows[None, :] * query_token_stride + channels[:, None],
+                query_ptr + query_rows[None, :] + channels[:, None],
                 mask=is_row[None, :] & is_channel[:, None],
                 other=0.0,
             )
-            places = (head * num_splits + splits[:, None]) * group * window + member * window + rows
+            of_rows = splits[:, None] * group * window + member * window + rows
             parts = tl.load(
-                normalizers_ptr + places,
+                normalizers_ptr + of_rows,
                 mask=(splits < num_splits)[:, None] & is_row[None, :],
                 other=float("-inf"),
             )
@@ -246,13 +286,14 @@ def _weights_kernel(
             total = tl.maximum(tl.sum(tl.exp2(parts - pivot[None, :]), 0), 1.0)
             # Rows that do not exist have weights of 0.
             normalizers = tl.where(is_row, pivot + tl.log2(total), float("inf"))
-            logits = multiply(keys, query) * scale - normalizers[None, :]
-            if absent_ptr is not None:
-                is_absent = tokens < tl.load(absent_ptr + head)
-                logits = tl.where(is_absent[:, None], float("-inf"), logits)
-            mean += tl.sum(tl.exp2(logits), 1)
-        if LARGEST:
+            weights = tl.exp2(multiply(keys, query) * scale - normalizers[None, :])
+            if REDUCTION == 2:
+                scores = tl.maximum(scores, tl.max(weights, 1))
+            else:
+                mean += tl.sum(weights, 1)
+        if REDUCTION == 1:
             scores = tl.maximum(scores, mean / window)
-        else:
+        if REDUCTION == 0:
             scores += mean / (window * group)
-    tl.store(scores_ptr + head.to(tl.int64) * num_scored + tokens, scores, mask=tokens < num_scored)
+    scores = tl.where(inside, scores, 0.0)
+    tl.store(scores_ptr + owner * num_columns + columns, scores, mask=columns < num_columns)

@@ -1,0 +1,56 @@
+"""Launches of a step's cuts; see `whole_cuts.py`."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.xdist_group("whole cuts"), pytest.mark.timeout(1000)]
+"""One process does for all, and takes minutes on a busy machine."""
+
+MOST = {
+    "layer-probe": 40,
+    "layer-keydiff": 40,
+    "snapkv": 40,
+    "adakv": 40,
+    "pyramidkv": 40,
+    "ada-pyramidkv": 40,
+    "layer-probe-perturb": 60,
+    "snapkv-perturb": 60,
+    "adakv-perturb": 60,
+    "thetakv": 60,
+    "defensivekv": 60,
+}
+"""The most launches that a step's cuts may take."""
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, list[int]]:
+    """Launches of each method: of a few layers, of more, and of more requests."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.engine.whole_cuts", *MOST],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert result.returncode == 0, result.stderr
+    found: dict[str, list[int]] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("method", MOST)
+def test_launches_of_cuts_are_counted(method: str, counted: dict[str, list[int]]) -> None:
+    assert isinstance(counted[method], list), counted[method]
+    assert min(counted[method]) > 10
+
+
+@pytest.mark.parametrize("method", MOST)
+def test_launches_of_cuts_do_not_grow_with_layers_and_requests(
+    method: str, counted: dict[str, list[int]]
+) -> None:
+    few, more_layers, more_requests = counted[method]
+    assert few == more_layers == more_requests <= MOST[method]
