@@ -1,7 +1,7 @@
 """Memories: what is kept of a request's tokens until its entries are scored.
 
 A step's tensors are gone after it, and scorers need some of them later. There are two memories: the
-*last queries*, through which the latest tokens look back; and *a number for each entry*, which
+*last queries*, through which the latest tokens look back; and *the score of each entry*, which
 moves with it from cut to cut.
 """
 

@@ -45,7 +45,7 @@ class DueDrops:
             return
         with self._state.stopwatch:
             for part in self._passes(due):
-                make_paged = None if self._layers[0].memory is None else lambda: self._paged
+                make_paged = (lambda: self._paged) if self._reads_pages else None
                 state, size = self._state, self._block_size
                 self.drop_class(part, self._layers, state, size, make_paged).make()
 
@@ -72,6 +72,11 @@ class DueDrops:
                 part.append(request)
                 longest = max(longest, own)
             yield part
+
+    @cached_property
+    def _reads_pages(self) -> bool:
+        """Whether kernels read through pages; asked once, as a layer may make tables to answer."""
+        return self._layers[0].memory is not None
 
     @cached_property
     def _paged(self) -> Paged:
