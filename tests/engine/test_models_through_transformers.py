@@ -61,7 +61,7 @@ def test_their_output_projections_are_those_of_vllms_own_models(arcee: Path) -> 
 
 def test_what_needs_their_rotation_is_refused_with_a_sentence(arcee: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        start(arcee, "transformers", "expected-attention")
+        start(arcee, "transformers", "layer-probe")
     reason, _, others = str(caught.value).partition("; choose one of ")
     assert reason.endswith(
         "with TransformersForCausalLM: in model.layers.0.self_attn, ArceeAttention cannot be run "
