@@ -25,12 +25,15 @@ MOST = {
 }
 """The most launches that a step's cuts may take."""
 
+BY_REQUEST = ["knorm", "streaming-llm", "random", "r-kv"]
+"""Methods whose scorers take layers side by side, request by request."""
+
 
 @pytest.fixture(scope="module")
 def counted() -> dict[str, list[int]]:
     """Launches of each method: of a few layers, of more, and of more requests."""
     result = subprocess.run(
-        [sys.executable, "-m", "tests.engine.whole_cuts", *MOST],
+        [sys.executable, "-m", "tests.engine.whole_cuts", *MOST, *BY_REQUEST],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -54,3 +57,11 @@ def test_launches_of_cuts_do_not_grow_with_layers_and_requests(
 ) -> None:
     few, more_layers, more_requests = counted[method]
     assert few == more_layers == more_requests <= MOST[method]
+
+
+@pytest.mark.parametrize("method", BY_REQUEST)
+def test_launches_of_scorers_by_request_do_not_grow_with_layers(
+    method: str, counted: dict[str, list[int]]
+) -> None:
+    few, more_layers, more_requests = counted[method]
+    assert 10 < few == more_layers < more_requests

@@ -1,6 +1,7 @@
 """Rows of several requests: scored, and chosen from, as each layer of each request alone."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,16 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import rows
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.registry import METHODS
-from vllm_kvselect.scoring import defensivekv, keydiff, probe, snapkv
+from vllm_kvselect.scoring import (
+    at_random,
+    defensivekv,
+    keydiff,
+    knorm,
+    probe,
+    r_kv,
+    snapkv,
+    streaming_llm,
+)
 from vllm_kvselect.scoring.held import Held, stacked
 from vllm_kvselect.scoring.inputs import Scorer
 from vllm_kvselect.selecting.ranking import Candidates
@@ -35,9 +45,15 @@ SCORERS: tuple[tuple[Scorer, dict[str, object]], ...] = (
     (defensivekv.defensive_scores, {"kernel_size": 5}),
     (keydiff.keydiff_scores, {}),
     (probe.probe_scores, {"num_sinks": 4}),
+    (knorm.knorm_scores, {}),
+    (at_random.random_scores, {"seed": 5}),
+    (streaming_llm.streaming_llm_scores, {"num_sinks": 4}),
+    (r_kv.r_kv_scores, {"kernel_size": 5, "r_kv_threshold": 0.3}),
 )
 WORLDS = {
     "even": World((2, 4), (5, 3), num_kv_heads=2, device=DEVICE),
+    "side by side": World((2, 4), (5, 3), num_layers=3, alike=True, device=DEVICE),
+    "uneven, side by side": World((2, 4), (5, 3), alike=True, absent=True, device=DEVICE),
     "uneven": World((2, 4), (5, 3), num_kv_heads=2, absent=True, device=DEVICE),
     "fp8": World((2, 4), (5, 3), num_kv_heads=2, cache_dtype=torch.float8_e4m3fn, device=DEVICE),
     "bfloat16": World((3,), (4,), num_layers=1, dtype=torch.bfloat16, device=DEVICE),
@@ -71,10 +87,14 @@ def present(held: Held, scores: torch.Tensor) -> torch.Tensor:
 def test_rows_are_scored_through_their_pages(
     scorer: Scorer, values: dict[str, object], world: World
 ) -> None:
-    """Layers differ in scale, sinks, probe and rotation, and no page is another's."""
+    """Layers differ in scale, sinks, probe and rotation, and no page is another's.
+
+    What is expected is computed row by row, from entries that are read by the layer's own reader.
+    """
     config = EvictionConfig.parse({"window": world.window, **values})
     numbers = scorer is probe.probe_scores and world.absent
     held, exact = world.held(numbers=numbers), world.held(wide=True, numbers=numbers)
+    exact = replace(exact, make_paged=None)
     found = present(held, rows.scores(cuda.KERNELS, scorer, held, config))
     expected = present(held, rows.scores(REFERENCES, scorer, exact, config))
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
@@ -86,6 +106,20 @@ def test_norms_of_rows_are_those_of_their_layers(world: World) -> None:
     for norms in (rows.value_norms, rows.value_l2_norms):
         found, expected = norms(cuda.KERNELS, held), norms(REFERENCES, exact)
         torch.testing.assert_close(present(held, found), present(held, expected), rtol=1e-5, atol=0)
+
+
+def test_as_many_layers_stand_side_by_side_as_memory_allows() -> None:
+    """Never those of two requests, nor layers that scale attention differently."""
+    alike = World((2, 4), (5, 3), num_layers=3, alike=True).held()
+    of_layer = alike.pages[0].numel() * alike.paged.memory[0].nbytes
+    others = World((2, 4), (5, 3), num_layers=3).held()
+
+    def sizes(held: Held, most_bytes: int) -> list[int]:
+        return [rows.stop - rows.start for rows, _ in held.rows(most_bytes)]
+
+    assert sizes(alike, 3 * of_layer) == [3, 3]
+    assert sizes(alike, 3 * of_layer - 1) == [2, 1, 2, 1]
+    assert sizes(alike, 0) == sizes(alike, 1) == sizes(others, 3 * of_layer) == [1] * 6
 
 
 @pytest.mark.parametrize("absent", [False, True])

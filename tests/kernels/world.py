@@ -25,6 +25,7 @@ class World:
         block_size: Entries per page.
         window: Queries of a request.
         absent: Whether heads lack some of their first pages.
+        alike: Whether all layers scale attention alike, so that they may stand side by side.
         dtype: Of keys and values as they are scored.
         cache_dtype: Of the memory, if it is quantised.
         seed: Of all that is drawn.
@@ -39,6 +40,7 @@ class World:
     block_size: int = 8
     window: int = 3
     absent: bool = False
+    alike: bool = False
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None
     seed: int = 0
@@ -62,8 +64,8 @@ class World:
                 empty,
                 empty,
                 empty,
-                # Another scale for each layer, and one of them does not rotate.
-                0.2 + 0.1 * index,
+                # Mostly another scale for each layer, and one of them does not rotate.
+                0.2 + 0.1 * index * (not self.alike),
                 OutputProjection.of(weight.to(self.device)),
                 sinks.to(self.device),
                 index,

@@ -1,6 +1,8 @@
-"""What is computed of all rows that requests hold: by a twin of all rows, or row by row.
+"""What is computed of all rows that requests hold: by a twin of all rows, or by one of a layer.
 
-Here alone functions of one layer are lifted to rows. What lies before a request's own columns is 0.
+Here alone functions of one layer are lifted to rows: row by row or, where each head counts by
+itself, with the heads of several layers as those of one. What lies before a request's own columns
+is 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,9 +11,17 @@ import torch
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.paging.compaction import MOST_BYTES
+from vllm_kvselect.scoring.at_random import random_scores
 from vllm_kvselect.scoring.held import Held
 from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
+from vllm_kvselect.scoring.knorm import knorm_scores
+from vllm_kvselect.scoring.r_kv import r_kv_scores
+from vllm_kvselect.scoring.streaming_llm import streaming_llm_scores
 from vllm_kvselect.scoring.value_norms import projected_value_l2_norms
+
+HEAD_BY_HEAD = (knorm_scores, random_scores, streaming_llm_scores, r_kv_scores)
+"""Scorers to which a head is the same in any layer, and which have no twin of all rows."""
 
 
 def scores(kernels: Kernels, scorer: Scorer, held: Held, config: EvictionConfig) -> torch.Tensor:
@@ -29,7 +39,11 @@ def scores(kernels: Kernels, scorer: Scorer, held: Held, config: EvictionConfig)
     if twin := kernels.over_rows.get(scorer.__name__):
         return twin(held, config)
     of_layer = kernels.scorer(scorer)
-    return _lifted(held, lambda inputs: of_layer(inputs, config)[:, : inputs.value.shape[1]])
+
+    def competing(inputs: ScoringInputs) -> torch.Tensor:
+        return of_layer(inputs, config)[:, : inputs.value.shape[1]]
+
+    return _lifted(held, competing, MOST_BYTES if scorer in HEAD_BY_HEAD else 0)
 
 
 def value_norms(kernels: Kernels, held: Held) -> torch.Tensor:
@@ -85,7 +99,8 @@ def select_pruned(
         return twin(held, scores, weights, budgets, num_retained, alpha, eps)
     found = []
     by_row = budgets.view(held.num_rows, -1)
-    for index, inputs in enumerate(held.rows()):
+    for rows, inputs in held.rows():
+        index = rows.start
         own = held.own(index)
         assert inputs.output_projection is not None
         retained = kernels.select_pruned(
@@ -106,13 +121,15 @@ def select_pruned(
     return torch.cat(found)
 
 
-def _lifted(held: Held, of_layer: Callable[[ScoringInputs], torch.Tensor]) -> torch.Tensor:
+def _lifted(
+    held: Held, of_layer: Callable[[ScoringInputs], torch.Tensor], most_bytes: int = 0
+) -> torch.Tensor:
     """What a function of one layer gives of every row."""
     found: torch.Tensor | None = None
-    for index, inputs in enumerate(held.rows()):
+    for rows, inputs in held.rows(most_bytes):
         part = of_layer(inputs)
         if found is None:
             found = part.new_zeros(held.num_rows, held.num_kv_heads, held.num_competing)
-        found[index, :, held.own(index)] = part
+        found[rows, :, held.own(rows.start)] = part.view(-1, held.num_kv_heads, part.shape[1])
     assert found is not None
     return found

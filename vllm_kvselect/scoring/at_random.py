@@ -18,18 +18,20 @@ def random_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor
     So a preempted request retains the same entries when it is recomputed.
 
     Args:
-        inputs: Only shapes and the layer's place are read.
+        inputs: Only shapes and the layers' places are read.
         config: Gives `seed`.
 
     Returns:
         `[num_kv_heads, num_tokens - window]`, float32 in [0, 1), multiples of 2**-24.
     """
     device = inputs.key.device
+    per_layer = inputs.key.shape[0] // inputs.num_layers
     heads = torch.arange(inputs.key.shape[0], device=device)
+    layers = heads // per_layer + inputs.layer_index
     places = torch.arange(inputs.num_scored, device=device)
     if inputs.num_absent is not None:
         places = (places - inputs.num_absent[:, None]).clamp_(min=0)
-    of_head = _mix(_mix(_mix(config.of(Draw).seed) + inputs.layer_index) + heads)
+    of_head = _mix(_mix(_mix(config.of(Draw).seed) + layers) + heads % per_layer)
     return (_mix(of_head[:, None] + places) >> 8).to(torch.float32) / 2**24
 
 

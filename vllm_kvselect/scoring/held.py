@@ -241,28 +241,62 @@ class Held:
         """The columns that compete of a row's request."""
         return slice(self.num_missing[index // self.num_layers], self.num_competing)
 
-    def row(self, index: int) -> ScoringInputs:
-        """What a scorer may read of a row, in its request's own columns."""
+    def row(self, index: int, num: int = 1) -> ScoringInputs:
+        """What a scorer may read of a row, in its request's own columns.
+
+        Args:
+            index: Which row.
+            num: More than 1 for so many layers of the request from that one on, side by side.
+        """
         request, layer = divmod(index, self.num_layers)
         missing, size = self.num_missing[request], self.block_size
         num_own, reader = self.num_competing - missing, self.layers[layer]
-        key, value = reader.read(self.pages[index, :, missing // size :], num_own // size)
+        layers, rows = slice(layer, layer + num), slice(index, index + num)
+        pages = self.pages[rows, :, missing // size :].flatten(0, 1)
+        if num == 1:
+            key, value = reader.read(pages, num_own // size)
+        else:
+            memory = self.paged.memory
+            read = memory.index_select(0, pages.flatten()).view(len(pages), -1, memory.shape[2])
+            key, value = read.chunk(2, dim=-1)
         key, value = key[:, : num_own + self.behind[request]], value[:, :num_own]
         # All that is needed of queries is remembered.
         query = key.new_empty(0, *key.shape[::2])
         if self.query is not None:
-            query = self.query[request, layer]
+            query = self.query[request, layers].transpose(0, 1).flatten(1, 2)
         inputs = reader.inputs(query, key, value)
+        if num > 1:
+            sinks = self.paged.sinks
+            sinks = None if sinks is None else sinks[layers].flatten()
+            inputs = replace(inputs, num_layers=num, sinks=sinks)
         if not self.is_even:
-            inputs = replace(inputs, num_absent=self.num_absent[index] - missing)
+            inputs = replace(inputs, num_absent=self.num_absent[rows].flatten() - missing)
         numbers = self.numbers
         if numbers is not None:
-            numbers = numbers[index, :, missing : self.fresh[request]]
+            numbers = numbers[rows, :, missing : self.fresh[request]].flatten(0, 1)
         return replace(inputs, numbers=numbers, first_position=self.positions[request])
 
-    def rows(self) -> Iterator[ScoringInputs]:
-        """All rows, one after the other."""
-        return map(self.row, range(self.num_rows))
+    def rows(self, most_bytes: int = 0) -> Iterator[tuple[slice, ScoringInputs]]:
+        """All rows, one after the other, or layers of a request side by side.
+
+        Args:
+            most_bytes: What entries of several layers may take, where kernels read through pages;
+                fewer than those of one for row by row.
+
+        Returns:
+            Which rows, and what they hold.
+        """
+        step = 1
+        if most_bytes and self.make_paged is not None and self.paged.codes is None:
+            page = self.paged.memory[0]
+            of_layer = self.pages[0].numel() * page.numel() * page.itemsize
+            nothing = page.new_empty(0)
+            scales = {layer.inputs(nothing, nothing, nothing).scale for layer in self.layers}
+            step = max(1, most_bytes // of_layer) if len(scales) == 1 else 1
+        for index in range(0, self.num_rows, self.num_layers):
+            for row in range(index, index + self.num_layers, step):
+                num = min(step, index + self.num_layers - row)
+                yield slice(row, row + num), self.row(row, num)
 
     def is_absent(self) -> torch.Tensor:
         """Columns of each head without an entry, `[num_rows, num_kv_heads, num_competing]`."""

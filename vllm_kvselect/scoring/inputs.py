@@ -38,6 +38,8 @@ class ScoringInputs:
             heads that retain different numbers of entries all end with the latest ones. What a
             scorer says of absent entries is ignored, and they must not change what it says of
             others. None where every head has an entry in every column.
+        num_layers: More than 1 where the heads of so many layers from that one on stand side by
+            side, as if they were one layer's.
     """
 
     query: torch.Tensor
@@ -53,6 +55,7 @@ class ScoringInputs:
     numbers: torch.Tensor | None = None
     first_position: int = 0
     num_absent: torch.Tensor | None = None
+    num_layers: int = 1
 
     @property
     def is_absent(self) -> torch.Tensor | None:
