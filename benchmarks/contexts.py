@@ -48,7 +48,7 @@ def main(
     clients: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 4,
     sharing: Annotated[int, typer.Option(min=1, help="Clients of one context.")] = 16,
     kv_mib: Annotated[int, typer.Option(min=1, help="KV cache, in MiB.")] = 640,
-    method: str = "layer-keydiff-perturb",
+    method: str = "layer-keydiff",
     budget: Annotated[str, typer.Option(help="Entries per KV head, or a fraction.")] = "0.125",
     dtype: str = dtype_name(fast_dtype()),
     restart: Annotated[bool, typer.Option(help="Measure a context store, too.")] = False,

@@ -13,12 +13,13 @@ from vllm_kvselect.registry import (
     KNOWN_METHODS,
     METHODS,
     PARAMETERS,
+    PREFERRED,
     Method,
     nearest,
     not_served,
 )
 from vllm_kvselect.scopes import SCOPES
-from vllm_kvselect.scorers import SCORERS
+from vllm_kvselect.scorers import SCORERS, SERVED
 from vllm_kvselect.scoring.parts import scorer_named
 from vllm_kvselect.selecting.ranking import RANKINGS
 
@@ -62,11 +63,19 @@ def test_every_name_means_what_it_always_meant() -> None:
     assert {name: row(name, method) for name, method in KNOWN_METHODS.items()} == recorded
 
 
+def test_nineteen_methods_are_served_and_none_is_in_two_groups() -> None:
+    names = [name for group in SERVED.values() for name in group]
+    assert names == [*METHODS]
+    assert len({*names}) == len(names) == 19
+    assert len(SERVED) == 3
+    assert {*PREFERRED} <= METHODS.keys()
+
+
 def test_what_is_served_sees_no_more_than_the_last_queries() -> None:
-    apart = ("kvzip", "h2o", "expected-attention")
-    assert KNOWN_METHODS.keys() - METHODS.keys() == {
-        name for name in KNOWN_METHODS if any(each in name for each in apart)
-    }
+    assert not [name for name, method in METHODS.items() if method.scorer.served_instead]
+    for scorer in SCORERS.values():
+        assert not scorer.whole_prompt or scorer.served_instead is not None
+        assert not scorer.replay or scorer.served_instead is not None
 
 
 @pytest.mark.parametrize(
@@ -74,19 +83,21 @@ def test_what_is_served_sees_no_more_than_the_last_queries() -> None:
     [
         ("h2o", "snapkv"),
         ("h2o-perturb", "snapkv-perturb"),
-        ("layer-expected-attention-perturb", "layer-keydiff-perturb"),
+        ("layer-expected-attention-perturb", "layer-keydiff"),
         ("ada-kvzip", "ada-probe"),
+        ("keydiff-perturb", "keydiff"),
+        ("ada-keydiff", "layer-keydiff"),
+        ("probe", "layer-probe"),
+        ("layer-thetakv", "thetakv"),
     ],
 )
 def test_what_is_not_served_names_what_comes_nearest(name: str, instead: str) -> None:
     assert f"{instead!r} comes nearest" in str(not_served(name))
 
 
-def test_the_nearest_method_is_served_and_shares_its_budget_alike() -> None:
+def test_the_nearest_method_is_served_and_every_method_that_is_not_has_one() -> None:
     for name in KNOWN_METHODS.keys() - METHODS.keys():
-        instead = str(not_served(name)).split("'")[1]
-        assert METHODS[instead].scope == KNOWN_METHODS[name].scope
-        assert METHODS[instead].norms == KNOWN_METHODS[name].norms
+        assert str(not_served(name)).split("'")[1] in METHODS
     assert all(not_served(name) is None for name in ("none", *METHODS))
 
 
@@ -154,6 +165,7 @@ scorers.SCORERS["late"] = scorers.Scorer(
     parameters=(Slope,),
     not_in_rounds="this test says so",
 )
+scorers.SERVED["For comparison"] += ("late", "ada-late")
 """
 
 PROBED = """
@@ -170,14 +182,16 @@ from vllm_kvselect.choice import retain
 from vllm_kvselect.cli import app
 from vllm_kvselect.config import KEYS, METHOD_NAMES, ConfigError, EvictionConfig
 from vllm_kvselect.engine.frontend.options import add_cli_args
-from vllm_kvselect.registry import METHODS
+from vllm_kvselect.registry import KNOWN_METHODS, not_served
 from vllm_kvselect.request import request_config
 
 # Names in all scopes and with norms.
 names = ["late", "late-perturb", "ada-late", "ada-late-perturb", "layer-late", "layer-late-perturb"]
-assert [name for name in METHOD_NAMES if "late" in name] == names
+assert [name for name in KNOWN_METHODS if "late" in name] == names
+assert [name for name in METHOD_NAMES if "late" in name] == ["late", "ada-late"]
 assert {case.method for case in METHOD_CASES} >= {*names}
-assert METHODS["layer-late-perturb"].needs == {"output projection"}
+assert KNOWN_METHODS["layer-late-perturb"].needs == {"output projection"}
+assert "'late' comes nearest" in not_served("late-perturb"), not_served("late-perturb")
 # The configuration, flat, and a request.
 assert "slope" in KEYS
 config = EvictionConfig.parse({"method": "late", "slope": -1.0, "allow_override": ["method"]})
@@ -205,9 +219,9 @@ assert (first % shape.num_tokens).tolist() == [*range(12)] * 2
 # The command lines.
 parser = argparse.ArgumentParser()
 add_cli_args(parser)
-assert parser.parse_args(["--kv-eviction", "layer-late"]).kv_eviction_method == "layer-late"
+assert parser.parse_args(["--kv-eviction", "ada-late"]).kv_eviction_method == "ada-late"
 listed = CliRunner().invoke(app, ["methods"]).stdout
-assert "late-perturb" in listed and "later tokens" in listed
+assert "ada-late" in listed and "later tokens" in listed
 print("known")
 """
 

@@ -171,7 +171,7 @@ def test_projections_laid_side_by_side_are_stacked_without_a_copy() -> None:
     weights = torch.randn(3, 2, 8, 3, 12, generator=generator)
     projections = [OutputProjection.of(weight.clone()) for weight in weights]
     laid = side_by_side(projections)
-    for name in ("weight", "bound_form", "gram"):
+    for name in ("weight", "bound_form"):
         own, parts = ([getattr(each, name) for each in some] for some in (projections, laid))
         whole = stacked(parts)
         assert torch.equal(whole, torch.stack(own))

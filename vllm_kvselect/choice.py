@@ -14,6 +14,7 @@ from vllm_kvselect.scorers import FirstTokens
 from vllm_kvselect.scoring.held import Held
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.parts import scorer_named
+from vllm_kvselect.scoring.value_norms import projected_value_l2_norms, projected_value_norms
 from vllm_kvselect.selecting.allocation import pyramid_blocks
 from vllm_kvselect.selecting.ranking import RANKINGS, Candidates
 from vllm_kvselect.selecting.selection import stage_2_keys
@@ -125,8 +126,9 @@ def score(held: Held, config: EvictionConfig, kernels: Kernels = REFERENCES) -> 
         stage_2 = config.model_copy(update={"kernel_size": 1}) if unpooled else config
         weights = scores_by(method.weights or method.scores, stage_2)
     if method.perturbation and (method.pooled or method.ranking != "score"):
-        norms_of = rows.value_l2_norms if method.ranking == "product" else rows.value_norms
-        norms = norms_of(kernels, held).to(scores.dtype)
+        by_product = method.ranking == "product"
+        norms_of = projected_value_l2_norms if by_product else projected_value_norms
+        norms = rows.value_norms(kernels, held, norms_of).to(scores.dtype)
     return Candidates(scores, weights, norms, held.num_absent if held.has_absent else None)
 
 

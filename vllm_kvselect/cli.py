@@ -20,6 +20,8 @@ from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.parsing import parse_number
 from vllm_kvselect.papers.command import analyze
 from vllm_kvselect.planning.cuts import budget_problem, cuts
+from vllm_kvselect.registry import METHODS
+from vllm_kvselect.scorers import SERVED
 from vllm_kvselect.store.command import contexts
 from vllm_kvselect.tiny_model import TinyModelError, tiny_model
 from vllm_kvselect.top import Snapshot, TopError, render, watch
@@ -114,19 +116,19 @@ def fast_dtype_command() -> None:
 @_command("methods")
 def methods_command() -> None:
     """List the methods: what each retains, its cost, its limits, its paper."""
-    # Here, because the methods need torch, and the other commands answer without it.
-    from vllm_kvselect.registry import METHODS
-
     console = Console()
-    for name, method in METHODS.items():
-        facts = Table.grid(padding=(0, 2, 0, 0))
-        facts.add_column(min_width=len("  cost per layer"))
-        facts.add_row("  retains", method.summary)
-        facts.add_row("  cost per layer", method.cost)
-        facts.add_row("  limits", method.limits)
-        facts.add_row("  published in", method.paper)
-        console.print(f"[bold]{name}")
-        console.print(facts, "")
+    for group, names in SERVED.items():
+        console.rule(group, align="left")
+        for name in names:
+            method = METHODS[name]
+            facts = Table.grid(padding=(0, 2, 0, 0))
+            facts.add_column(min_width=len("  cost per layer"))
+            facts.add_row("  retains", method.summary)
+            facts.add_row("  cost per layer", method.cost)
+            facts.add_row("  limits", method.limits)
+            facts.add_row("  published in", method.paper)
+            console.print(f"[bold]{name}")
+            console.print(facts, "")
 
 
 @_command("top")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from vllm_kvselect.scopes import AllocatorName
-from vllm_kvselect.scorers import NormsName, Parameters
+from vllm_kvselect.scorers import NOT_SERVED, NormsName, Parameters
 
 RankingName = Literal["score", "product", "bound", "defence"]
 """Keys of `ranking.RANKINGS`."""
@@ -111,6 +111,7 @@ NORMS: dict[NormsName, Norms] = {
         paper="with the norms of arXiv 2502.03805",
         summary="as {}, by score times projected value norm",
         cost="a quadratic form of every value",
+        not_in_rounds=NOT_SERVED,
     ),
     "bound": Norms(
         suffix="",

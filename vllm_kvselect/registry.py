@@ -1,7 +1,8 @@
 """METHODS: every method that is served, by name. A method is a scorer, a scope and a use of norms.
 
 Names are made from the parts, here and nowhere else. KNOWN_METHODS has those besides that are
-measured off the engine only. All of it is plain data: parts are named, not imported.
+measured off the engine only: what `scorers.SERVED` does not name. All of it is plain data: parts
+are named, not imported.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,7 @@ from vllm_kvselect.norms import EVERY_NORM, NORMS, Norms, RankingName, Weights
 from vllm_kvselect.scopes import SCOPES, AllocatorName, Floor, Scope
 from vllm_kvselect.scorers import (
     SCORERS,
+    SERVED,
     FirstTokens,
     Need,
     NormsName,
@@ -194,7 +196,7 @@ KNOWN_METHODS: dict[str, Method] = {
 """With those that `analyze` and `evaluate` measure off the engine, and no server accepts."""
 
 METHODS: dict[str, Method] = {
-    name: method for name, method in KNOWN_METHODS.items() if method.scorer.served_instead is None
+    name: KNOWN_METHODS[name] for names in SERVED.values() for name in names
 }
 
 PARAMETERS: tuple[type[Parameters], ...] = tuple(
@@ -224,10 +226,14 @@ def not_served(name: str) -> str | None:
     """Why a known method is not served, and which served one comes nearest; None if it is."""
     if name in METHODS or name not in KNOWN_METHODS:
         return None
-    scorer = KNOWN_METHODS[name].scorer
-    own = next(own for own, each in SCORERS.items() if each is scorer)
-    instead = name.replace(own, str(scorer.served_instead))
-    return f"is not served, only measured off the engine; {instead!r} comes nearest"
+    asked = KNOWN_METHODS[name]
+    instead = asked.scorer.served_instead
+    scorer = asked.scorer if instead is None else SCORERS[instead]
+    alike = {own: method for own, method in METHODS.items() if method.scorer is scorer}
+    best = max(
+        alike, key=lambda own: (alike[own].norms is asked.norms, alike[own].scope is asked.scope)
+    )
+    return f"is not served, only measured off the engine; {best!r} comes nearest"
 
 
 def nearest(name: object, names: Iterable[str]) -> str:

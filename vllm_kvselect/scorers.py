@@ -129,8 +129,8 @@ class Scorer:
         needs: What every layer must be bound to; models may not let it be found.
         whole_prompt: Whether it looks through the queries of every token of the prompt.
         replay: Whether the prompt is replayed.
-        served_instead: The scorer that comes nearest among those that a server has; None if it has
-            this one. Both have the same scopes and uses of norms.
+        served_instead: The scorer that comes nearest among those that a server has; None if a
+            server has some form of this one.
         not_in_rounds: Why it cannot choose again among retained entries while a request generates;
             empty if it can.
     """
@@ -154,7 +154,7 @@ class Scorer:
 
 _WINDOW = "attention of the window"
 _GUESS = "what later tokens ask for is guessed from the window"
-_NOT_SERVED = "no server runs it"
+NOT_SERVED = "no server runs it"
 
 SCORERS: dict[str, Scorer] = {
     "streaming-llm": Scorer(
@@ -187,7 +187,7 @@ SCORERS: dict[str, Scorer] = {
         norms=("none", "two stages"),
         whole_prompt=True,
         served_instead="snapkv",
-        not_in_rounds=_NOT_SERVED,
+        not_in_rounds=NOT_SERVED,
     ),
     "knorm": Scorer(
         scores="knorm:knorm_scores",
@@ -219,7 +219,7 @@ SCORERS: dict[str, Scorer] = {
         needs=frozenset({"rotation"}),
         whole_prompt=True,
         served_instead="keydiff",
-        not_in_rounds=_NOT_SERVED,
+        not_in_rounds=NOT_SERVED,
     ),
     "probe": Scorer(
         scores="probe:probe_scores",
@@ -271,7 +271,26 @@ SCORERS: dict[str, Scorer] = {
         parameters=(FirstTokens,),
         replay=True,
         served_instead="probe",
-        not_in_rounds=_NOT_SERVED,
+        not_in_rounds=NOT_SERVED,
     ),
 }
 """By name."""
+
+SERVED: dict[str, tuple[str, ...]] = {
+    "Take these": ("layer-probe", "layer-defensivekv", "thetakv", "layer-keydiff", "ada-probe"),
+    "The papers'": (
+        "snapkv",
+        "snapkv-perturb",
+        "adakv",
+        "adakv-perturb",
+        "pyramidkv",
+        "pyramidkv-perturb",
+        "ada-pyramidkv",
+        "ada-pyramidkv-perturb",
+        "defensivekv",
+        "keydiff",
+        "r-kv",
+    ),
+    "For comparison": ("knorm", "streaming-llm", "random"),
+}
+"""Methods that a server accepts, in groups. All others are measured off the engine only."""

@@ -215,17 +215,13 @@ class Layers:
         group = self.num_heads // self.num_kv_heads
         shape = self.num_kv_heads, self.head_size, group, self.hidden_size
         weights = self._randn(self.num_layers, *shape).mul_(self.hidden_size**-0.5)
-        found = [OutputProjection.of(weight) for weight in weights]
-        forms, grams = (
-            torch.stack([getattr(each, name) for each in found]) for name in ("bound_form", "gram")
-        )
+        forms = torch.stack([OutputProjection.of(weight).bound_form for weight in weights])
         features = num_features(self.head_size)
         probes = 0.05 * self._randn(self.num_layers, self.num_kv_heads, features).float()
         for index, cache in enumerate(self.memory.chunk(self.num_layers)):
             layer = self.layers[index]
             layer.kv_cache, layer.impl.rotation, layer.impl.probe = cache, rotation, probes[index].T
-            parts = weights[index], forms[index], grams[index]
-            layer.impl.output_projection = OutputProjection(*parts)
+            layer.impl.output_projection = OutputProjection(weights[index], forms[index])
 
     def come_to_cut(self, config: EvictionConfig, count: int) -> None:
         """Puts requests before their cut, and the cache as it was before any."""

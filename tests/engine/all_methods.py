@@ -24,11 +24,11 @@ METHODS = (
     "random",
     "defensivekv",
     "pyramidkv",
-    "layer-thetakv",
+    "ada-pyramidkv-perturb",
     "keydiff",
-    "layer-keydiff-perturb",
+    "layer-keydiff",
     "layer-probe",
-    "probe-perturb",
+    "ada-probe",
 )
 CASES = [MethodCase(name) for name in METHODS]
 PROMPTS = random_prompts([300 + 7 * index for index in range(len(CASES))])

@@ -9,29 +9,11 @@ from tests.engine.float64_model import Model
 from tests.engine.float64_rounds import Answered, RoundsOf, recording_rounds
 from tests.engine.recorder import Recorder, recording
 from tests.method_cases import MethodCase
+from vllm_kvselect.registry import METHODS
 
 DECODE_BUDGET, INTERVAL = 96, 64
 ROUNDS = {"decode_budget": DECODE_BUDGET, "decode_interval": INTERVAL, "check_integrity": True}
-CASES = [
-    MethodCase(name)
-    for name in (
-        "streaming-llm",
-        "random",
-        "snapkv",
-        "snapkv-perturb",
-        "adakv",
-        "adakv-perturb",
-        "r-kv",
-        "thetakv",
-        "layer-thetakv",
-        "keydiff",
-        "ada-keydiff-perturb",
-        "layer-keydiff-perturb",
-        "probe",
-        "ada-probe-perturb",
-        "layer-probe",
-    )
-]
+CASES = [MethodCase(name) for name, method in METHODS.items() if method.in_rounds]
 
 
 class Served(NamedTuple):

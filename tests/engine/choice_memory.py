@@ -110,7 +110,7 @@ def choice_bytes(
             memory,
             memory,
             1.0,
-            OutputProjection(weight, square.to(dtype), square),
+            OutputProjection(weight, square.to(dtype)),
             rotation=Rotation(*torch.empty(2, num_tokens, head_size // 2)),
             probe=torch.empty(num_kv_heads, 2 * head_size + 1).T,
         )

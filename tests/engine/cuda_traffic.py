@@ -17,7 +17,7 @@ SERVERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a budget in entries": ({"budget": 1024}, ()),
     "a fraction, which requests may choose": (
         {"budget": 0.2, "allow_override": ["method", "budget"]},
-        ("adakv-perturb", "layer-defensivekv", "snapkv", "layer-probe-perturb", "snapkv-perturb"),
+        ("adakv-perturb", "layer-defensivekv", "snapkv", "layer-probe", "snapkv-perturb"),
     ),
     "rounds": ({"budget": 300, "decode_budget": 200, "decode_interval": 32}, ()),
     "rounds of a probe": (
@@ -25,7 +25,7 @@ SERVERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         (),
     ),
     "rounds of any size": (
-        {"allow_override": ["budget", "decode_budget"], "method": "layer-thetakv"},
+        {"allow_override": ["budget", "decode_budget"], "method": "thetakv"},
         (),
     ),
     "cuts in prompts": ({"budget": 300, "prompt_interval": 256}, ()),

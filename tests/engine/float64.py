@@ -87,17 +87,14 @@ def num_packed(prompt_len: int) -> int:
 def expect(case: MethodCase, layers: Sequence[Layer], first_layer: int = 0) -> list[Expected]:
     """What every head of a pool of layers, or of one alone, should retain of a prompt."""
     config, base = case.config(), oracle.base_of(case.method)
-    is_product = base in oracle.QUERY_AGNOSTIC and case.method.endswith("-perturb")
     prompt_len = len(layers[0].query)
     even, num_tokens = num_packed(prompt_len) * BLOCK_SIZE, tail_begin(prompt_len)
     scores, products, stage_1 = [], [], []
     for index, layer in enumerate(layers):
         scores.append(stage_1_scores(base, layer, config, first_layer + index)[:, :num_tokens])
         weights = stage_2_scores(base, layer, config, first_layer + index)[:, :num_tokens]
-        norms = value_norms(layer, 2 if is_product else 1)[:, :num_tokens]
-        if is_product:
-            products.append(scores[-1] * norms / norms.mean())
-        elif base == "defensivekv":
+        norms = value_norms(layer)[:, :num_tokens]
+        if base == "defensivekv":
             rows_of_layer = scores[-1].tolist()
             stage_1 += [oracle.mass_stage(row, config.mass, even) for row in rows_of_layer]
             products.append(weights * norms / norms.sum(dim=0))
@@ -105,7 +102,7 @@ def expect(case: MethodCase, layers: Sequence[Layer], first_layer: int = 0) -> l
                 products[-1][head, tokens] = 2 + scores[-1][head, tokens]
         else:
             products.append(multiplied(base, weights, norms, config))
-    ranking = products if is_product or base in ("thetakv", "defensivekv") else scores
+    ranking = products if base in ("thetakv", "defensivekv") else scores
     packed = num_packed(prompt_len)
     counts = [BLOCK_SIZE * count for count in pages(case.method, ranking, config, packed)]
     expected = []
@@ -129,8 +126,6 @@ def multiplied(base: str, weights: torch.Tensor, norms: torch.Tensor, config: An
 def chosen(case: MethodCase, count: int, scores: torch.Tensor, product: torch.Tensor) -> Expected:
     """What a head retains of its scores, products with norms, or first one and then the other."""
     config, base = case.config(), oracle.base_of(case.method)
-    if base in oracle.QUERY_AGNOSTIC and case.method.endswith("-perturb"):
-        return Expected(count, product, product, count)
     if base == "thetakv" or case.method.endswith("-perturb"):
         first, keys = int(config.alpha * count), product.clone()
         keys[torch.sort(scores, descending=True, stable=True).indices[:first]] = torch.inf
@@ -161,15 +156,15 @@ def pages(method: str, ranking: list[torch.Tensor], config: Any, packed: int) ->
     return [packed] * len(heads)
 
 
-def value_norms(layer: Layer, power: int) -> torch.Tensor:
-    """L1 or L2 norms, power means over the group: `[num_kv_heads, num_prompt_tokens]`."""
+def value_norms(layer: Layer) -> torch.Tensor:
+    """L1 norms, means over the group: `[num_kv_heads, num_prompt_tokens]`."""
     num_tokens, num_kv_heads, size = layer.value.shape
     norms = torch.zeros(num_kv_heads, num_tokens, dtype=torch.float64)
     for head in range(num_kv_heads * layer.group):
         columns = layer.projection[:, head * size : (head + 1) * size]
         projected = layer.value[:, head // layer.group] @ columns.T
-        norms[head // layer.group] += projected.abs().pow(power).sum(1) / layer.group
-    return norms.pow(1 / power)
+        norms[head // layer.group] += projected.abs().sum(1) / layer.group
+    return norms
 
 
 def rows(layer: Layer, first: int) -> torch.Tensor:

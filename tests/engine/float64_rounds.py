@@ -195,10 +195,9 @@ def expect(
 ) -> list[Expected]:
     """What heads of different lengths should retain; their latest entries are the tail."""
     config, base = case.config(), oracle.base_of(case.method)
-    is_product = base in oracle.QUERY_AGNOSTIC and case.method.endswith("-perturb")
     num_tail = cut.position - cut.tail_start * BLOCK_SIZE
     most = max(len(head.query) for head in heads) - num_tail
-    norms = [value_norms(h, 2 if is_product else 1)[0, :-num_tail] for h in heads]
+    norms = [value_norms(h)[0, :-num_tail] for h in heads]
     rows, products = [], []
     for head, norm, (layer, index) in zip(heads, norms, owners, strict=True):
         if base == "random":
@@ -209,12 +208,8 @@ def expect(
             weights = stage_2_scores(base, head, config, layer)[0, : len(norm)]
         scores, weights = scores.double(), weights.double()
         rows.append(scores)
-        if is_product:
-            of_layer = torch.cat([n for n, o in zip(norms, owners, strict=True) if o[0] == layer])
-            products.append(scores * norm / of_layer.mean())
-        else:
-            products.append(multiplied(base, weights, norm, config))
-    ranking = products if is_product or base == "thetakv" else rows
+        products.append(multiplied(base, weights, norm, config))
+    ranking = products if base == "thetakv" else rows
     padded = [[-torch.inf] * (most - len(row)) + row.tolist() for row in ranking]
     padded = oracle.first_pages_first(padded, BLOCK_SIZE)
     counts = [cut.num_packed] * len(heads)

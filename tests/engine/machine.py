@@ -43,7 +43,7 @@ METHODS_OF_REQUESTS = (
     "none",
     "streaming-llm",
     "adakv-perturb",
-    "layer-thetakv",
+    "layer-keydiff",
     "layer-probe",
     "knorm",
 )
@@ -67,7 +67,7 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
     block_size = draw(st.sampled_from((4, 8)))
     window = draw(st.integers(1, 10))
     entries = window + block_size + draw(st.sampled_from((0, 1, 7, 24)))
-    method = draw(st.sampled_from(("adakv", "layer-probe", "layer-thetakv", "random", "none")))
+    method = draw(st.sampled_from(("adakv", "layer-probe", "layer-keydiff", "random", "none")))
     context = draw(st.sampled_from((None, None, 80)))
     decode_budget = draw(st.sampled_from((0, entries)))
     if context is not None:
@@ -228,7 +228,7 @@ class BlockAccounting(RuleBasedStateMachine):
         max_tokens=st.integers(40, 70),
         num_steps=st.integers(10, 40),
         again=st.booleans(),
-        method=st.sampled_from((None, "adakv-perturb", "layer-thetakv")),
+        method=st.sampled_from((None, "adakv-perturb", "layer-keydiff")),
     )
     def generate(
         self, length: int, max_tokens: int, num_steps: int, again: bool, method: str | None

@@ -73,7 +73,6 @@ def row_by_row(name: str, held: Held, *given: Any) -> torch.Tensor:
     """What the references say of rows, by the name of a twin."""
     of_values: dict[str, Callable[..., torch.Tensor]] = {
         "projected_value_norms": rows.value_norms,
-        "projected_value_l2_norms": rows.value_l2_norms,
         "select_pruned": rows.select_pruned,
     }
     if name in of_values:

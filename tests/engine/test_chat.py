@@ -81,7 +81,7 @@ def test_ten_turns_hit_the_prefix_cache_and_answer_as_a_fresh_server(
 
 
 CHATTING = {
-    "method": "layer-keydiff-perturb",
+    "method": "layer-keydiff",
     "budget": 0.25,
     "context": "chat",
     "allow_override": ["context"],

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.xdist_group("contexts")
 CONTEXT, QUESTIONS = 700, 8
 BORDER = CONTEXT // 32
 EVICTION = {
-    "method": "layer-keydiff-perturb",
+    "method": "layer-keydiff",
     "budget": 0.25,
     "allow_override": ["method", "budget", "context"],
     "check_integrity": True,
 }
-METHODS = ("layer-keydiff-perturb", "adakv-perturb", "ada-keydiff", "layer-defensivekv")
+METHODS = ("layer-keydiff", "adakv-perturb", "keydiff", "layer-defensivekv")
 (CUT,) = cuts(CONTEXT, 32, EvictionConfig(budget=0.25, context=CONTEXT))
 
 

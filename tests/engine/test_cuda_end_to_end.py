@@ -87,7 +87,7 @@ def test_long_answers_are_those_of_the_cpu_backend(
     start_engine: EngineFactory, make_prompts: Any, on_flash_attention: pytest.MonkeyPatch
 ) -> None:
     prompts = make_prompts(PROMPT_LENS)
-    methods = (None, "layer-thetakv", "r-kv", "keydiff")
+    methods = (None, "layer-keydiff", "r-kv", "keydiff")
     extra_args = [method and {"kv_eviction": method} for method in methods]
     eviction = {**EVICTION, "decode_budget": 96, "decode_interval": 64, "check_integrity": True}
     answers, num_rounds = [], []

@@ -116,7 +116,7 @@ def test_the_same_with_triton(method: str) -> None:
     steps_with_cuts_in_prompts(make_layers(TRITON, method, WIDE, **IN_PROMPTS))
 
 
-@pytest.mark.parametrize("method", ["adakv-perturb", "layer-thetakv", "r-kv"])
+@pytest.mark.parametrize("method", ["adakv-perturb", "thetakv", "r-kv"])
 def test_sinks_count_in_rounds(method: str) -> None:
     steps_with_rounds(make_layers(FLASH, method, WIDE, with_sinks=True, **ROUNDS))
 
@@ -125,7 +125,7 @@ def test_sinks_count_in_rounds(method: str) -> None:
     ("method", "backend"),
     [
         ("adakv-perturb", FLASH),
-        ("layer-thetakv", FLASH),
+        ("thetakv", FLASH),
         ("adakv-perturb", TRITON),
         ("layer-probe", FLASH),
     ],
@@ -181,7 +181,7 @@ def test_a_request_that_has_dropped_nothing_is_vllms_but_for_its_queries() -> No
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
-@pytest.mark.parametrize("method", ["adakv-perturb", "layer-thetakv"])
+@pytest.mark.parametrize("method", ["adakv-perturb", "layer-keydiff"])
 def test_rounds_do_not_wait_for_the_device(method: str, graphs: bool) -> None:
     layers = make_layers(FLASH, method, cuda.KERNELS, graphs=graphs, **ROUNDS)
     long, short, _ = three(layers)
@@ -200,9 +200,7 @@ def test_rounds_do_not_wait_for_the_device(method: str, graphs: bool) -> None:
 
 
 @pytest.mark.parametrize("cuts", [ROUNDS, IN_PROMPTS], ids=["", "cuts in prompts"])
-@pytest.mark.parametrize(
-    "method", ["adakv-perturb", "layer-thetakv", "r-kv", "knorm", "layer-probe"]
-)
+@pytest.mark.parametrize("method", ["adakv-perturb", "thetakv", "r-kv", "knorm", "layer-probe"])
 def test_warming_up_launches_what_rounds_need_and_leaves_no_trace(
     method: str, cuts: dict[str, int]
 ) -> None:

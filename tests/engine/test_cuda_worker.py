@@ -202,11 +202,9 @@ MEASURED = (
     "layer-defensivekv",
     "knorm",
     "keydiff",
-    "layer-keydiff-perturb",
-    "keydiff-perturb",
-    "layer-thetakv",
+    "thetakv",
+    "ada-pyramidkv-perturb",
     "layer-probe",
-    "probe-perturb",
     "r-kv",
 )
 
@@ -264,7 +262,7 @@ def test_memory_is_reserved_for_the_numbers_that_rounds_remember(
     worker: Any, spec: HeadwiseSpec
 ) -> None:
     reserved = []
-    for method in ("probe", "snapkv"):
+    for method in ("ada-probe", "snapkv"):
         values = {"method": method, "decode_budget": 512}
         worker._eviction = EvictionConfig(**{**EVICTION.model_dump(), **values})
         reserved.append(40 * 2**30 - worker.determine_available_memory())

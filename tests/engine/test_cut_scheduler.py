@@ -41,7 +41,7 @@ class RecordingServer(Server):
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("method", ["layer-thetakv", "adakv"])
+@pytest.mark.parametrize("method", ["layer-keydiff", "adakv"])
 def test_a_chunk_ends_with_its_prompt(method: str, async_scheduling: bool) -> None:
     server = RecordingServer(method, async_scheduling=async_scheduling)
     chunks = server.resume()
@@ -55,7 +55,7 @@ def test_a_chunk_ends_with_its_prompt(method: str, async_scheduling: bool) -> No
 def test_a_chunk_ends_at_every_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     several = Cuts([Cut(41, 3, 2, 5), Cut(80, 10, 3, 13)])
     monkeypatch.setattr(plan_module, "cuts", lambda *_: several)
-    server = RecordingServer("layer-thetakv", max_num_seqs=1)
+    server = RecordingServer("layer-keydiff", max_num_seqs=1)
     server.add(PROMPT, 30)
     scheduled = [server.scheduler.schedule().num_scheduled_tokens for _ in range(3)]
     assert scheduled == [{"r1": 41}, {"r1": 39}, {"r1": 20}]
@@ -75,7 +75,7 @@ def test_no_token_that_a_cut_looks_through_comes_alone(in_graph: int) -> None:
 
 
 def test_a_prompt_that_drops_nothing_is_vllms() -> None:
-    server = RecordingServer("layer-thetakv")
+    server = RecordingServer("layer-keydiff")
     server.add(PROMPT[:20], 30)
     for _ in range(10):
         server.step()

@@ -40,12 +40,12 @@ SETTINGS: list[dict[str, Any]] = [
     {"kv_eviction": "snapkv"},
     {"kv_eviction": "adakv-perturb", **IN_PROMPT},
     {"kv_eviction": "snapkv-perturb", **ROUNDS},
-    {"kv_eviction": "ada-keydiff"},
+    {"kv_eviction": "ada-probe"},
     {"kv_eviction": "thetakv", "kv_eviction_context": 150},
     {"kv_eviction": "thetakv", "kv_eviction_context": 150},
     {"kv_eviction": "layer-probe"},
-    {"kv_eviction": "layer-probe-perturb", **ROUNDS},
-    {"kv_eviction": "layer-thetakv", **ROUNDS, **IN_PROMPT},
+    {"kv_eviction": "layer-probe", **ROUNDS},
+    {"kv_eviction": "layer-keydiff", **ROUNDS, **IN_PROMPT},
     {"kv_eviction": "pyramidkv"},
     {"kv_eviction": "layer-keydiff", "kv_eviction_context": 230, **IN_PROMPT},
     {"kv_eviction": "none"},
@@ -191,7 +191,7 @@ def test_a_drafter_that_is_the_model_itself_goes_on_being_right(
     settings = [
         ({"kv_eviction_budget": 1.0}, 0),
         ({"kv_eviction_budget": 64}, 1),
-        ({"kv_eviction_budget": 64, "kv_eviction": "layer-thetakv"}, 1),
+        ({"kv_eviction_budget": 64, "kv_eviction": "layer-keydiff"}, 1),
         # The second cut of layers that share pages: what a probe says of an entry stays.
         ({**ROUNDS, "kv_eviction": "layer-probe"}, 2),
         # Cut within a step that goes on, before the drafter's layers are computed, and any draft.

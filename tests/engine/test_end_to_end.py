@@ -23,7 +23,7 @@ from vllm_kvselect.registry import METHODS
 
 EVICTION = {"method": "adakv-perturb", "budget": 128}
 ANY_METHOD = EVICTION | {"allow_override": ["method"]}
-POOLED, BY_KEYS = {"kv_eviction": "layer-thetakv"}, {"kv_eviction": "knorm"}
+POOLED, BY_KEYS = {"kv_eviction": "layer-keydiff"}, {"kv_eviction": "knorm"}
 
 
 @contextmanager
@@ -131,13 +131,13 @@ def test_a_pool_holds_the_blocks_of_a_uniform_method(
     """In every step, whether layers share pages or not."""
     (prompt,), held = make_prompts([1000]), {}
     with start_engine(ANY_METHOD | {"budget": 256}, 100, enable_prefix_caching=False) as engine:
-        for method in ("snapkv", "pyramidkv", "layer-thetakv"):
+        for method in ("snapkv", "pyramidkv", "layer-defensivekv"):
             with blocks_held(engine) as held[method]:
                 engine.generate([prompt], 100, [{"kv_eviction": method}])
             (state,) = engine.worker._states
     assert held["snapkv"][0] == 32
     assert held["snapkv"][1:100] == [-(-(1000 + i) // 32) - 23 for i in range(1, 100)]
-    assert held["pyramidkv"] == held["layer-thetakv"] == held["snapkv"]
+    assert held["pyramidkv"] == held["layer-defensivekv"] == held["snapkv"]
     # Where the layers' runs end: all pages are handed out, and to some layers more than to others.
     ends = state.offsets[state.offsets[:, -1, -1] > 0, :, -1]
     assert (ends[:, -1] == 4 * 3 * cuts(1000, 32, EvictionConfig(budget=256))[0].num_packed).all()
@@ -274,7 +274,7 @@ def test_preempted_requests_resume_as_if_never_interrupted(
 ) -> None:
     prompts = make_prompts([300 + 13 * i for i in range(6)])
     # The latest are preempted first.
-    methods = (None, "pyramidkv", None, "layer-defensivekv", "knorm", "layer-thetakv")
+    methods = (None, "pyramidkv", None, "layer-defensivekv", "knorm", "layer-keydiff")
     extra_args = [method and {"kv_eviction": method} for method in methods]
     with start_engine(ANY_METHOD, 200) as engine:
         expected = engine.generate_alone(prompts, 110, extra_args)
@@ -300,7 +300,7 @@ def test_preempted_requests_resume_as_if_never_interrupted(
         in_mid_answer = {method for method, num_generated in preempted if num_generated > 1}
         assert in_mid_answer
         reached |= in_mid_answer
-    assert {"knorm", "layer-thetakv"} <= reached
+    assert {"knorm", "layer-keydiff"} <= reached
 
 
 def test_prefix_hits_stay_below_the_packed_blocks(

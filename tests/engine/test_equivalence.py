@@ -72,7 +72,7 @@ def test_clients_that_leave_in_mid_prefill_and_right_after_eviction(
 ) -> None:
     prompts = [tuple(text_tokens[start : start + 300]) for start in (0, 3000)]
     with start_engine(SERVER, 40, **CROWDED) as engine:
-        for method in ("adakv-perturb", "knorm", "layer-thetakv"):
+        for method in ("adakv-perturb", "knorm", "layer-keydiff"):
             greedy = {"temperature": 0.0, "max_tokens": 6, "extra_args": {"kv_eviction": method}}
             staying = [Request("greedy", prompt, greedy) for prompt in prompts]
             expected = serve_alone(engine.llm, staying)

@@ -49,7 +49,7 @@ from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
 pytestmark = pytest.mark.xdist_group("hybrids")
 PAGE_SIZE = 32
 NOTHING_DROPPED = {"kv_eviction": "none"}
-CASES = [MethodCase(name) for name in ("adakv-perturb", "snapkv", "knorm", "layer-thetakv")]
+CASES = [MethodCase(name) for name in ("adakv-perturb", "snapkv", "knorm", "layer-keydiff")]
 PROBE = MethodCase("layer-probe")
 BEHIND_GATES = [MethodCase(name) for name in ("adakv", "snapkv", "knorm", "layer-keydiff")]
 

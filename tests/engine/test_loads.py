@@ -21,7 +21,7 @@ from vllm_kvselect.engine.store.transfers import Transfers
 from vllm_kvselect.store.file import Stored
 
 NUM_SERVERS, NUM_ACTIONS = 20, 120
-METHODS = ("adakv", "adakv-perturb", "layer-thetakv", "knorm")
+METHODS = ("adakv", "adakv-perturb", "layer-keydiff", "knorm")
 ALLOWED = tuple(name for name in OVERRIDE_NAMES if not name.startswith("prefill"))
 
 

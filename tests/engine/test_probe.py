@@ -42,7 +42,7 @@ def test_every_layer_has_its_own_weights(shallow_model: Path, start_engine: Engi
         assert torch.equal(probe, expected)
 
 
-@pytest.mark.parametrize("method", ["layer-probe", "probe-perturb"])
+@pytest.mark.parametrize("method", ["layer-probe", "ada-probe"])
 def test_tokens_of_the_prefix_cache_are_scored_as_if_they_were_computed(
     method: str, start_engine: EngineFactory
 ) -> None:
@@ -78,7 +78,7 @@ def test_without_a_probe_other_methods_serve_and_requests_for_it_are_refused(lla
     try:
         assert len(answer(llm, "keydiff")) == 4
         with pytest.raises(RequestRefusedError, match=rf"{REFUSED}there is no probe of") as caught:
-            answer(llm, "ada-probe-perturb")
+            answer(llm, "ada-probe")
         assert caught.value.parameter == "extra_args.kv_eviction"
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -100,7 +100,7 @@ def test_what_calibrate_left_in_the_cache_is_found(llama: Path) -> None:
 
 @pytest.mark.parametrize(
     "eviction",
-    [{"method": "probe"}, {"method": "adakv", "allow_override": ["method"]}],
+    [{"method": "ada-probe"}, {"method": "adakv", "allow_override": ["method"]}],
     ids=["the server's method", "a method that requests may choose"],
 )
 def test_a_named_file_of_another_model_is_refused_at_the_start(
@@ -114,4 +114,4 @@ def test_a_named_file_of_another_model_is_refused_at_the_start(
 
 def test_a_named_file_that_is_not_there_is_refused(llama: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{REFUSED}there is no file /no/such; make it with"):
-        start(llama, method="probe", probe="/no/such")
+        start(llama, method="ada-probe", probe="/no/such")

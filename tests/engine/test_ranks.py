@@ -54,8 +54,8 @@ ROUND_METHODS = [
     "snapkv-perturb",
     "r-kv",
     "adakv-perturb",
-    "layer-thetakv",
-    "ada-keydiff-perturb",
+    "layer-keydiff",
+    "ada-probe",
     "layer-probe",
 ]
 BOTH = pytest.mark.parametrize("kind", CASES)

@@ -87,7 +87,9 @@ def test_a_request_is_forgotten_when_it_ends() -> None:
 )
 def test_a_pause_puts_another_progress_in_the_place_of_the_old_one(pause: dict[str, Any]) -> None:
     live = LiveRequests(SERVER, BLOCK_SIZE)
-    live.update(message(("a", 500, {"kv_eviction": "probe"}), ("b", 300, None), ("c", 60, None)))
+    live.update(
+        message(("a", 500, {"kv_eviction": "ada-probe"}), ("b", 300, None), ("c", 60, None))
+    )
     assert live.num_saved_blocks == 0
     a, b = (cuts(n, BLOCK_SIZE, SERVER).num_freed(n) for n in (500, 300))
     numbers = weakref.ref(live["a"].numbers_of_entries())

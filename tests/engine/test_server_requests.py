@@ -153,7 +153,7 @@ def test_metrics_are_those_of_the_plans(server: str, text_tokens: list[int]) -> 
     requests: list[tuple[int, dict[str, Any], int]] = [
         (1500, {}, num_freed(1500, budget=256)),
         (1000, {"kv_eviction": "snapkv", "kv_eviction_budget": 0.5}, num_freed(1000, budget=0.5)),
-        (1100, {"kv_eviction": "layer-thetakv"}, num_freed(1100, budget=256)),
+        (1100, {"kv_eviction": "layer-keydiff"}, num_freed(1100, budget=256)),
         (600, {"kv_eviction": "knorm"}, num_freed(600, budget=256)),
         (1000, {"kv_eviction": "none"}, 0),
         (100, {}, 0),

@@ -150,7 +150,7 @@ def test_blocks_are_found_by_those_who_would_compute_the_same(start: EngineFacto
     assert found == expected
 
 
-@pytest.mark.parametrize("method", ["adakv-perturb", "layer-thetakv", "knorm", "layer-probe"])
+@pytest.mark.parametrize("method", ["adakv-perturb", "layer-keydiff", "knorm", "layer-probe"])
 def test_entries_are_dropped_as_from_any_prompt(start: EngineFactory, method: str) -> None:
     settings = {**SPARSE, "method": method, "budget": 128, "check_integrity": True}
     with (

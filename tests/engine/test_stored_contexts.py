@@ -19,13 +19,13 @@ from vllm_kvselect.store.folder import Folder
 CONTEXT, NUM_BLOCKS = 700, 120
 BORDER = CONTEXT // 32
 EVICTION = {
-    "method": "layer-keydiff-perturb",
+    "method": "layer-keydiff",
     "budget": 0.25,
     "context": CONTEXT,
     "allow_override": ["method", "context"],
     "check_integrity": True,
 }
-METHODS = ("layer-keydiff-perturb", "adakv-perturb", "thetakv")
+METHODS = ("layer-keydiff", "adakv-perturb", "thetakv")
 """Even and uneven heads, and layers that share pages."""
 
 

@@ -138,7 +138,7 @@ def test_the_workers_are_asked_once_and_one_without_projections_is_enough() -> N
         with pytest.raises(RequestRefusedError, match="no projections here"):
             asyncio.run(check_needs(engine, PROMPT, params("snapkv-perturb")))
     # What is missing is no obstacle to a method that does not need it.
-    asyncio.run(check_needs(engine, PROMPT, params("probe")))
+    asyncio.run(check_needs(engine, PROMPT, params("ada-probe")))
     assert engine.asked == ["kv_eviction_problems"]
 
 
@@ -148,9 +148,9 @@ def test_the_workers_are_asked_once_and_one_without_projections_is_enough() -> N
         ("adakv", "thetakv", True),
         ("none", "snapkv-perturb", True),
         ("adakv-perturb", "thetakv", False),  # would not have started
-        ("adakv", "probe", True),
-        ("adakv-perturb", "probe", True),
-        ("probe", "keydiff", False),
+        ("adakv", "ada-probe", True),
+        ("adakv-perturb", "ada-probe", True),
+        ("ada-probe", "keydiff", False),
         ("adakv", "snapkv", False),
         ("adakv", "none", False),
         ("adakv", None, False),

@@ -17,7 +17,6 @@ MOST = {
     "adakv": 40,
     "pyramidkv": 40,
     "ada-pyramidkv": 40,
-    "layer-probe-perturb": 60,
     "snapkv-perturb": 60,
     "adakv-perturb": 60,
     "thetakv": 60,

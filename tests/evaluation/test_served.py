@@ -37,7 +37,7 @@ def parse(**values: Any) -> EvaluationConfig:
         "suite": "needles",
         "through": "engine",
         "dtype": "float32",
-        "methods": ("snapkv", "layer-thetakv"),
+        "methods": ("snapkv", "layer-defensivekv"),
         "budgets": (BUDGET, 0.5),
         "eviction": {"window": WINDOW},
         "lengths": (450,),

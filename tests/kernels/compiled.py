@@ -103,7 +103,7 @@ def held_of(
         (turns[0], turns[1]),
         torch.zeros(1, dtype=torch.int32),
         False,
-        OutputProjection(*(part[None] for part in projection_of(dtype, head_size)[:3])),
+        OutputProjection(*(part[None] for part in projection_of(dtype, head_size)[:2])),
     )
     window, num_competing = EvictionConfig().window, NUM_TOKENS - BLOCK_SIZE * 4
     query = torch.empty(1, 1, window, KV_HEADS * GROUP, head_size, dtype=dtype)
@@ -132,7 +132,7 @@ def projection_of(dtype: torch.dtype, head_size: int) -> OutputProjection:
     weight = torch.empty(KV_HEADS, head_size, GROUP, HIDDEN_SIZE, dtype=dtype)
     wide = torch.float32 if dtype == torch.float16 else dtype
     form = torch.empty(KV_HEADS, head_size, head_size, dtype=wide)
-    return OutputProjection(weight, form, form.float())
+    return OutputProjection(weight, form)
 
 
 def move(dtype: torch.dtype, head_size: int) -> None:
@@ -154,7 +154,6 @@ def launch_all(dtype: torch.dtype, head_size: int) -> None:
     cuda.probe_scores(held, config)
     cuda.probe_scores(held_of(dtype, head_size, rotated=False), config)
     cuda.projected_value_norms(held)
-    cuda.projected_value_l2_norms(held)
     launch_products(dtype, head_size)
     scores, budgets = scores[0], torch.full((KV_HEADS,), 1024)
     cuda.adaptive_pages(scores[None], [64], BLOCK_SIZE, config)

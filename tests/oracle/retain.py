@@ -126,7 +126,6 @@ def retain_uneven(
     at `num_tokens`; where a head has none, it scores minus infinity.
     """
     base = base_of(config.method)
-    is_one_stage = base in QUERY_AGNOSTIC
     scores: list[list[float]] = []
     products: list[list[float]] = []
     for i, heads in enumerate(layers, first_layer):
@@ -140,24 +139,19 @@ def retain_uneven(
             if base == "random":  # the only rule to which it matters which head it is
                 row = random_scores(config.seed, i, place + 1, competing)[place]
             rows.append(row)
-            norms_of = value_l2_norms if is_one_stage else value_norms
-            (norms,) = norms_of(head.value, head.output_projection)
+            (norms,) = value_norms(head.value, head.output_projection)
             multiples.append([(weight, norm) for weight, norm in zip(weights, norms, strict=True)])
-        of_layer = [norm for row in multiples for _, norm in row]
         for row, pairs in zip(rows, multiples, strict=True):
             nothing = [-inf] * (num_tokens - len(row))
             scores.append(nothing + list(row))
-            if is_one_stage:
-                of_head = [w * norm / (fsum(of_layer) / len(of_layer)) for w, norm in pairs]
-            elif base == "thetakv":
+            if base == "thetakv":
                 lam, n = config.lam, len(pairs)
                 of_head = [(w + lam / n) / (1 + lam) * norm for w, norm in pairs]
             else:
                 of_head = [(w + config.eps) * norm for w, norm in pairs]
             products.append(nothing + of_head)
     has_products = config.method.endswith("-perturb") or base == "thetakv"
-    is_ranked_by_products = has_products and (is_one_stage or base == "thetakv")
-    ranking = products if is_ranked_by_products else scores
+    ranking = products if base == "thetakv" else scores
     raised = first_pages_first(ranking, block_size)
     if base in ("adakv", "thetakv") or config.method.startswith("ada-"):
         pages = adaptive_pages(raised, num_packed, block_size, config.safeguard, "minimum")
@@ -166,7 +160,7 @@ def retain_uneven(
     else:
         pages = [num_packed] * len(ranking)
     budgets = [block_size * count for count in pages]
-    if has_products and not is_one_stage:
+    if has_products:
         return Retained(select_two_stages(scores, products, budgets, config.alpha), pages)
     return Retained(select(ranking, budgets), pages)
 

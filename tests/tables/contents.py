@@ -18,6 +18,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.frontend.options import add_cli_args
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.request import REQUEST_KEYS
+from vllm_kvselect.scorers import SERVED
 
 MOST_IN_A_LINE = 4  # reasons of one message
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -137,16 +138,13 @@ def quoted(name: str) -> str:
 
 
 def methods() -> str:
-    """Every method that is served, by what the registry says of it, with its forms."""
-    forms: dict[str, list[str]] = {}
-    for name, method in METHODS.items():
-        of = method.summary.partition("as ")[2].partition(",")[0]
-        # What is like another one is a form of it where its name says so: `ada-keydiff`.
-        base = next((base for base in forms if of in forms[base] and base in name), "")
-        forms.setdefault(base or name, []).append(name)
-    return listed(
-        (", ".join(map(quoted, names)), f"{METHODS[base].summary} ({METHODS[base].paper})")
-        for base, names in forms.items()
+    """Every method that is served, by what the registry says of it, in its groups."""
+
+    def row(name: str) -> tuple[str, str]:
+        return quoted(name), f"{METHODS[name].summary} ({METHODS[name].paper})"
+
+    return "\n\n".join(
+        f"**{group}**\n\n{listed(map(row, names))}" for group, names in SERVED.items()
     )
 
 

@@ -11,6 +11,7 @@ from vllm_kvselect.evaluation.predictions import Setting
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.parsing import parsed, refuse_context, variant
 from vllm_kvselect.offline.tasks import Scenario
+from vllm_kvselect.registry import not_served
 from vllm_kvselect.request import REQUEST_KEYS
 
 SuiteName = Literal[
@@ -129,7 +130,10 @@ class EvaluationConfig(BaseModel):
         if config.through in PEER_METHODS:
             config._refuse_for_peers()
         for name in config.methods if config.through == "engine" else ():
-            if unseen := variant(name)[1].keys() - set(REQUEST_KEYS.values()):
+            method, changes = variant(name)
+            if problem := not_served(method):
+                raise EvaluationError(f"{method} {problem}")
+            if unseen := changes.keys() - set(REQUEST_KEYS.values()):
                 raise EvaluationError(
                     f"{name}: {', '.join(unseen)} cannot be asked of a server by a request; give "
                     "it to the server with --set"

@@ -23,10 +23,7 @@ from vllm_kvselect.kernels.triton.paged import takes
 from vllm_kvselect.kernels.triton.probe import probe_scores
 from vllm_kvselect.kernels.triton.pruning import select_pruned
 from vllm_kvselect.kernels.triton.selection import best_first, select, stage_1_mask
-from vllm_kvselect.kernels.triton.value_norms import (
-    projected_value_l2_norms,
-    projected_value_norms,
-)
+from vllm_kvselect.kernels.triton.value_norms import projected_value_norms
 from vllm_kvselect.kernels.triton.window_attention import (
     defensive_scores,
     mean_attention,
@@ -78,7 +75,6 @@ _OVER_ROWS = (
     _over_rows(probe_scores, probe.probe_scores),
     _over_rows(keydiff_scores, keydiff.keydiff_scores),
     _of_values(projected_value_norms, rows.value_norms),
-    _of_values(projected_value_l2_norms, rows.value_l2_norms),
     _of_values(select_pruned, rows.select_pruned),
 )
 

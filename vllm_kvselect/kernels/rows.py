@@ -18,7 +18,9 @@ from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
 from vllm_kvselect.scoring.knorm import knorm_scores
 from vllm_kvselect.scoring.r_kv import r_kv_scores
 from vllm_kvselect.scoring.streaming_llm import streaming_llm_scores
-from vllm_kvselect.scoring.value_norms import projected_value_l2_norms
+from vllm_kvselect.scoring.value_norms import OutputProjection, projected_value_norms
+
+ValueNorms = Callable[[torch.Tensor, OutputProjection], torch.Tensor]
 
 HEAD_BY_HEAD = (knorm_scores, random_scores, streaming_llm_scores, r_kv_scores)
 """Scorers to which a head is the same in any layer, and which have no twin of all rows."""
@@ -46,26 +48,17 @@ def scores(kernels: Kernels, scorer: Scorer, held: Held, config: EvictionConfig)
     return _lifted(held, competing, MOST_BYTES if scorer in HEAD_BY_HEAD else 0)
 
 
-def value_norms(kernels: Kernels, held: Held) -> torch.Tensor:
+def value_norms(
+    kernels: Kernels, held: Held, reference: ValueNorms = projected_value_norms
+) -> torch.Tensor:
     """Projected value norms of what competes, shaped as scores."""
-    if twin := kernels.over_rows.get("projected_value_norms"):
+    if twin := kernels.over_rows.get(reference.__name__):
         return twin(held)
+    norms_of = kernels.twin(reference)
 
     def of_layer(inputs: ScoringInputs) -> torch.Tensor:
         assert inputs.output_projection is not None
-        return kernels.projected_value_norms(inputs.value, inputs.output_projection)
-
-    return _lifted(held, of_layer)
-
-
-def value_l2_norms(kernels: Kernels, held: Held) -> torch.Tensor:
-    """The same as L2 norms, without a projection."""
-    if twin := kernels.over_rows.get("projected_value_l2_norms"):
-        return twin(held)
-
-    def of_layer(inputs: ScoringInputs) -> torch.Tensor:
-        assert inputs.output_projection is not None
-        return projected_value_l2_norms(inputs.value, inputs.output_projection)
+        return norms_of(inputs.value, inputs.output_projection)
 
     return _lifted(held, of_layer)
 

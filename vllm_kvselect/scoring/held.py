@@ -105,7 +105,7 @@ class Paged:
             projection = OutputProjection(
                 *(
                     stacked([getattr(layer.output_projection, name) for layer in layers])
-                    for name in ("weight", "bound_form", "gram")
+                    for name in ("weight", "bound_form")
                 )
             )
         sinks, probes = None, None

@@ -18,23 +18,18 @@ class OutputProjection(NamedTuple):
         bound_form: A quadratic form that bounds squared L2 norms, rounding included: the mean over
             the group of `W_O W_O^T` and a slack on its diagonal,
             `[num_kv_heads, head_size, head_size]`.
-        gram: The same mean without the slack: L2 norms themselves, at least float32.
         packed: The weight in the order in which the kernels of a device read it, or None. Where it
             is there, nobody reads `weight`, which may have a shape only (device "meta").
     """
 
     weight: torch.Tensor
     bound_form: torch.Tensor
-    gram: torch.Tensor
     packed: torch.Tensor | None = None
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Self:
         """Prepares a weight of the shape given above."""
-        head_size, group = weight.shape[1:3]
-        wide = weight.flatten(2).to(torch.promote_types(weight.dtype, torch.float32))
-        gram = torch.bmm(wide, wide.transpose(1, 2)) / group
-        form = gram.clone()
+        head_size, form = weight.shape[1], _mean_square(weight)
         # Evaluating v F v^T rounds F, v F and the products to the dtype of v, one eps each at
         # most, and costs one eps of the accumulator a term; all relative to |v| |F| |v|, which
         # the largest row sum of |F| bounds.
@@ -43,7 +38,13 @@ class OutputProjection(NamedTuple):
         form.diagonal(dim1=1, dim2=2).add_(largest * slack)
         # Squares leave float16's range; a bound that overflows to NaN would drop entries.
         is_narrow = weight.dtype == torch.float16
-        return cls(weight, form if is_narrow else form.to(weight.dtype), gram)
+        return cls(weight, form if is_narrow else form.to(weight.dtype))
+
+
+def _mean_square(weight: torch.Tensor) -> torch.Tensor:
+    """The mean over the group of `W_O W_O^T`, at least float32."""
+    wide = weight.flatten(2).to(torch.promote_types(weight.dtype, torch.float32))
+    return torch.bmm(wide, wide.transpose(1, 2)) / weight.shape[2]
 
 
 def side_by_side(projections: Sequence[OutputProjection]) -> list[OutputProjection]:
@@ -54,7 +55,7 @@ def side_by_side(projections: Sequence[OutputProjection]) -> list[OutputProjecti
     """
     if len({each.weight.shape for each in projections}) != 1:
         return [*projections]
-    names = ("weight", "bound_form", "gram")
+    names = ("weight", "bound_form")
     parts = [torch.stack([getattr(each, name) for each in projections]) for name in names]
     return [OutputProjection(*layer) for layer in zip(*parts, strict=True)]
 
@@ -78,8 +79,9 @@ def projected_value_l2_norms(value: torch.Tensor, projection: OutputProjection) 
     Returns:
         `[num_kv_heads, num_tokens]`, at least float32.
     """
-    wide = value.to(projection.gram.dtype)
-    return (wide @ projection.gram).mul_(wide).sum(dim=-1).clamp_(min=0).sqrt_()
+    form = _mean_square(projection.weight)
+    wide = value.to(form.dtype)
+    return (wide @ form).mul_(wide).sum(dim=-1).clamp_(min=0).sqrt_()
 
 
 def value_norms(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -110,13 +110,7 @@ def by_product(candidates: Candidates, even: Sequence[int], config: EvictionConf
     norms = candidates.norms
     assert norms is not None
     tiny = torch.finfo(norms.dtype).tiny  # an infinite score times no norm would be no number
-    if candidates.num_absent is None:
-        mean = norms.mean(dim=(-2, -1), keepdim=True)
-    else:
-        is_absent = absent_columns(candidates.num_absent, norms.shape[-1])
-        total = norms.masked_fill(is_absent, 0).sum(dim=(-2, -1), keepdim=True)
-        mean = total / (~is_absent).sum(dim=(-2, -1), keepdim=True)
-    mean = mean.clamp_(min=tiny)
+    mean = norms.mean(dim=(-2, -1), keepdim=True).clamp_(min=tiny)
     return candidates.scores * (norms / mean).clamp_(min=tiny)
 
 

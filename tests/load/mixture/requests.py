@@ -33,8 +33,12 @@ DENSE |= {"allow_override": [name for name in OVERRIDE_NAMES if "prefill" not in
 WITH_ROUNDS: tuple[dict[str, Any], ...] = (
     {"kv_eviction_decode_budget": 64, "kv_eviction_decode_interval": 33},
     {"kv_eviction_decode_budget": 64, "kv_eviction": "r-kv"},
-    {"kv_eviction_decode_budget": 80, "kv_eviction": "layer-thetakv", "kv_eviction_budget": 1.0},
-    {"kv_eviction_decode_budget": 64, "kv_eviction": "probe", "kv_eviction_prompt_interval": 80},
+    {"kv_eviction_decode_budget": 80, "kv_eviction": "thetakv", "kv_eviction_budget": 1.0},
+    {
+        "kv_eviction_decode_budget": 64,
+        "kv_eviction": "ada-probe",
+        "kv_eviction_prompt_interval": 80,
+    },
 )
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
@@ -50,11 +54,11 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"kv_prefill": "critiprefill", "kv_prefill_budget": 96, "kv_eviction": "none"},
     {"kv_prefill": "critiprefill", "kv_eviction_context": 300},
     {"kv_eviction_prompt_interval": 64, "kv_eviction_budget": 64},
-    {"kv_eviction_prompt_interval": 50, "kv_eviction": "layer-keydiff-perturb"},
+    {"kv_eviction_prompt_interval": 50, "kv_eviction": "layer-keydiff"},
     {"kv_eviction_prompt_interval": 60, "kv_eviction_context": 300},
     {"kv_eviction_context": 200},
-    {"kv_eviction_context": 250, "kv_eviction": "layer-keydiff-perturb"},
-    {"kv_eviction_context": 256, "kv_eviction": "ada-keydiff"},
+    {"kv_eviction_context": 250, "kv_eviction": "layer-keydiff"},
+    {"kv_eviction_context": 256, "kv_eviction": "keydiff"},
     {"kv_eviction_context": 300, "kv_eviction": "layer-defensivekv", "kv_eviction_budget": 0.5},
 )
 

@@ -10,7 +10,7 @@ from vllm_kvselect.paging.compaction import MOST_BYTES
 from vllm_kvselect.registry import METHODS, Method
 from vllm_kvselect.scoring.blocks import block_elements
 
-_NUMBERS = {"score": 7, "product": 9, "bound": 11, "defence": 19}
+_NUMBERS = {"score": 7, "bound": 11, "defence": 19}
 """Numbers of four bytes for each entry, by what allocation counts."""
 _NUMBERS_OF_PRUNING = 6
 """What the search for the norms that matter adds."""

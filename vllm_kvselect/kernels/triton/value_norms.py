@@ -31,13 +31,6 @@ def projected_value_norms(held: Held) -> torch.Tensor:
     return norms
 
 
-def projected_value_l2_norms(held: Held) -> torch.Tensor:
-    """Twin of `value_norms.projected_value_l2_norms`, over rows."""
-    projections = held.paged.projections
-    assert projections is not None
-    return quadratic_forms(held, projections.gram, 1.0)
-
-
 def launch_norms(held: Held, norms: torch.Tensor, **lists: Any) -> None:
     """Computes norms of all columns, or of those that are listed.
 
@@ -79,19 +72,19 @@ def quadratic_forms(
     held: Held,
     forms: torch.Tensor,
     factor: float,
-    weights: torch.Tensor | None = None,
-    eps: float = 0.0,
-    taken: torch.Tensor | None = None,
+    weights: torch.Tensor,
+    eps: float,
+    taken: torch.Tensor,
 ) -> torch.Tensor:
-    """`factor * sqrt(v F v^T)` of every value v, times weights where there are some.
+    """`factor * sqrt(v F v^T)` of every value v, times weights.
 
     Args:
         held: What requests hold.
         forms: F, `[num_layers, num_kv_heads, head_size, head_size]`.
         factor: As above.
-        weights: `[num_rows, num_kv_heads, num_competing]` float32, contiguous, or None.
+        weights: `[num_rows, num_kv_heads, num_competing]` float32, contiguous.
         eps: Added to them.
-        taken: Entries that get -1 instead, bool, contiguous, or None.
+        taken: Entries that get -1 instead, bool, contiguous.
 
     Returns:
         `[num_rows, num_kv_heads, num_competing]` float32.
@@ -230,7 +223,7 @@ def _forms_kernel(
         codes_ptr += layer * CODES + 256
     mask = present[:, None] & is_channel[None, :]
     values = read(memory_ptr, elements[:, None] + channels[None, :], mask, codes_ptr)
-    # As precise as the form: a bound counts on its rounding, a norm of L2 is float32 throughout.
+    # As precise as the form: the bound counts on its rounding.
     values = values.to(forms_ptr.dtype.element_ty)
     forms_ptr += (layer * num_heads + owner % num_heads) * HEAD_SIZE * HEAD_SIZE
     squares = tl.zeros((TOKENS,), tl.float32)
@@ -248,8 +241,6 @@ def _forms_kernel(
         squares += tl.sum(multiply(values, form) * factors.to(tl.float32), 1)
     found = factor * tl.sqrt(tl.maximum(squares, 0.0))
     places = owner * num_competing + columns
-    if weights_ptr is not None:
-        found *= tl.load(weights_ptr + places, mask=inside, other=0.0) + eps
-    if taken_ptr is not None:
-        found = tl.where(tl.load(taken_ptr + places, mask=inside, other=0) != 0, -1.0, found)
+    found *= tl.load(weights_ptr + places, mask=inside, other=0.0) + eps
+    found = tl.where(tl.load(taken_ptr + places, mask=inside, other=0) != 0, -1.0, found)
     tl.store(found_ptr + places, found, mask=inside)
