@@ -13,7 +13,6 @@ MODEL_NAME := smollm2-135m-instruct
 # 512 MiB hold about 23,000 tokens of this model: few enough that freed blocks matter.
 SERVE_FLAGS := \
 	--served-model-name $(MODEL_NAME) \
-	--kv-eviction auto \
 	--kv-eviction-budget 512 \
 	--max-model-len 8192 \
 	--kv-cache-memory-bytes 512M \

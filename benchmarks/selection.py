@@ -41,7 +41,7 @@ def main(
         f"one thread: copies {machine.bandwidth / 1e9:.1f} GB/s, "
         f"multiplies {machine.rate / 1e12:.2f} TFLOP/s"
     )
-    config = EvictionConfig(budget=budget)
+    config = EvictionConfig(method="adakv-perturb", budget=budget)
     timed_parts = (
         (
             length,

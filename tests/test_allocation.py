@@ -42,7 +42,9 @@ def pages_of(
 ) -> list[int]:
     """Pages of the heads of one segment."""
     segment = torch.as_tensor(scores, dtype=torch.float32)[None]
-    pages = allocator(segment, [packed], block_size, EvictionConfig.parse(parameters))
+    pages = allocator(
+        segment, [packed], block_size, EvictionConfig.parse({"method": "adakv", **parameters})
+    )
     assert pages.dtype == torch.int64
     assert pages.shape == segment.shape[:2]
     (of_heads,) = pages.tolist()
@@ -129,7 +131,12 @@ def test_segments_know_nothing_of_each_other(
     scores = torch.stack([tied(seed, num_heads, 4 * 8) for _, seed in segments])
     for allocator in (uniform_pages, adaptive_pages, shared_pages):
         for kind in ("blend", "minimum"):
-            pages = allocator(scores, num_packed, 8, EvictionConfig.parse({"floor": kind}))
+            pages = allocator(
+                scores,
+                num_packed,
+                8,
+                EvictionConfig.parse({"method": "adakv-perturb", "floor": kind}),
+            )
             alone = [
                 pages_of(allocator, segment, packed, 8, floor=kind)
                 for segment, packed in zip(scores, num_packed, strict=True)
@@ -170,14 +177,16 @@ layer_splits = st.tuples(st.integers(1, 30), st.integers(1, 40), st.integers(1, 
 @many
 @given(layer_splits, st.integers(1, 50))
 def test_a_pyramid_equals_the_oracle(split: tuple[int, int, int], beta: int) -> None:
-    assert pyramid_blocks(*split, EvictionConfig(beta=beta)) == oracle.pyramid_blocks(*split, beta)
+    assert pyramid_blocks(
+        *split, EvictionConfig(method="adakv-perturb", beta=beta)
+    ) == oracle.pyramid_blocks(*split, beta)
 
 
 @many
 @given(layer_splits, st.integers(1, 50))
 def test_a_pyramid_falls_within_its_bounds(split: tuple[int, int, int], beta: int) -> None:
     num_packed, num_layers, num_blocks = split
-    blocks = pyramid_blocks(*split, EvictionConfig(beta=beta))
+    blocks = pyramid_blocks(*split, EvictionConfig(method="adakv-perturb", beta=beta))
     assert sum(blocks) == num_packed * num_layers
     assert all(1 <= count <= num_blocks for count in blocks)
     assert blocks == sorted(blocks, reverse=True)
@@ -186,10 +195,10 @@ def test_a_pyramid_falls_within_its_bounds(split: tuple[int, int, int], beta: in
 
 
 def test_pyramids_of_the_paper() -> None:
-    config = EvictionConfig()
+    config = EvictionConfig(method="adakv-perturb")
     assert pyramid_blocks(20, 5, 100, config) == [39, 30, 20, 10, 1]  # 39 to 20 / beta
     assert pyramid_blocks(20, 5, 30, config) == [30, 25, 20, 15, 10]  # no more than there are
-    assert pyramid_blocks(20, 5, 100, EvictionConfig(beta=1)) == [20] * 5
+    assert pyramid_blocks(20, 5, 100, EvictionConfig(method="adakv-perturb", beta=1)) == [20] * 5
     assert pyramid_blocks(1, 5, 100, config) == [1] * 5
 
 

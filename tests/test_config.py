@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vllm_kvselect.config import KEYS, METHOD_NAMES, ConfigError, EvictionConfig, Prefill
+from vllm_kvselect.config import (
+    KEYS,
+    METHOD_NAMES,
+    SETTINGS,
+    ConfigError,
+    EvictionConfig,
+    Prefill,
+)
 from vllm_kvselect.scorers import Pooling
 
 REJECTED: list[tuple[dict[Any, Any], str, str]] = [
@@ -25,7 +32,7 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     (
         {"method": "defensivekv", "decode_budget": 512},
         "decode_budget = 512 is not accepted with method = 'defensivekv'",
-        "set it to 0, or take one of streaming-llm, random, knorm, keydiff",
+        "set it to 0, or take one of layer-probe, thetakv, layer-keydiff",
     ),
     (
         {"context": 1000, "decode_budget": 512},
@@ -87,7 +94,7 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     (
         {"allow_override": ["window"]},
         "allow_override = 'window'",
-        "'prompt_interval', 'prefill' or 'prefill_budget'",
+        "it is one of method, budget, prompt_interval, decode_budget",
     ),
     ({"allow_override": "budget"}, "allow_override = 'budget'", "valid tuple"),
     ({"check_integrity": 1}, "check_integrity = 1", "valid boolean"),
@@ -126,7 +133,7 @@ def test_rejection_names_the_value_and_what_is_accepted(
     values: dict[str, Any], named: str, accepted: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)) as caught:
-        EvictionConfig.parse(values)
+        EvictionConfig.parse({"method": "adakv-perturb", **values})
     assert accepted in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -137,7 +144,7 @@ def test_every_field_has_a_rejected_value() -> None:
 
 def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        EvictionConfig.parse({"window": 0, "kernel_size": 4})
+        EvictionConfig.parse({"method": "adakv-perturb", "window": 0, "kernel_size": 4})
     assert "window = 0" in str(caught.value)
     assert "kernel_size = 4" in str(caught.value)
 
@@ -167,18 +174,30 @@ def test_all_problems_are_reported_at_once() -> None:
     ids=str,
 )
 def test_bounds_are_accepted(values: dict[str, Any]) -> None:
-    config = EvictionConfig.parse(values)
+    config = EvictionConfig.parse({"method": "adakv-perturb", **values})
     assert {key: getattr(config, key) for key in values} == values
 
 
+def test_every_setting_says_what_it_does_and_twelve_at_most_are_an_operators() -> None:
+    assert tuple(SETTINGS) == KEYS
+    for name, setting in SETTINGS.items():
+        assert setting.help.endswith("."), name
+        assert setting.option is not None or not setting.operator, name
+        assert setting.operator or not setting.in_requests or name == "decode_interval"
+    # `--kv-eviction-config` is the twelfth.
+    assert sum(setting.operator for setting in SETTINGS.values()) == 11
+
+
 def test_whole_fraction_stays_a_fraction() -> None:
-    assert isinstance(EvictionConfig.parse({"budget": 1.0}).budget, float)
-    assert isinstance(EvictionConfig.parse({"budget": 1}).budget, int)
+    assert isinstance(
+        EvictionConfig.parse({"method": "adakv-perturb", "budget": 1.0}).budget, float
+    )
+    assert isinstance(EvictionConfig.parse({"method": "adakv-perturb", "budget": 1}).budget, int)
 
 
 def test_config_is_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        EvictionConfig().window = 8
+        EvictionConfig(method="adakv-perturb").window = 8
 
 
 def test_parameters_are_given_and_shown_flat_and_read_by_their_groups() -> None:
@@ -195,8 +214,8 @@ def test_parameters_are_given_and_shown_flat_and_read_by_their_groups() -> None:
 def test_every_parameter_tells_configurations_apart() -> None:
     """What names compressed contexts and sparse blocks hashes the dump."""
     for key in KEYS:
-        assert key in json.loads(EvictionConfig().model_dump_json())
-        left = json.loads(EvictionConfig().model_dump_json(exclude={key}))
+        assert key in json.loads(EvictionConfig(method="adakv-perturb").model_dump_json())
+        left = json.loads(EvictionConfig(method="adakv-perturb").model_dump_json(exclude={key}))
         assert left.keys() == {*KEYS} - {key}
 
 
@@ -210,7 +229,7 @@ def test_a_copy_changes_parameters_by_their_names_alone() -> None:
 
 def test_what_no_key_is_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match="kernel_sizes"):
-        EvictionConfig().kernel_sizes  # noqa: B018
+        EvictionConfig(method="adakv-perturb").kernel_sizes  # noqa: B018
 
 
 def test_the_configuration_has_few_fields_of_its_own() -> None:
@@ -253,7 +272,7 @@ def test_file_is_read_without_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["1e-4", "1E-4", "0.0001", "1.0e-4"])
 def test_numbers_are_read_however_they_are_written(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(f"eps: {text}\n", encoding="utf-8")
+    path.write_text(f"method: adakv-perturb\neps: {text}\n", encoding="utf-8")
     assert EvictionConfig.parse(EvictionConfig.read_file(path)).eps == 1e-4
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.config import EvictionConfig, with_a_method
 from vllm_kvselect.registry import AUTO, METHODS, PREFERRED
 
 FILES = sorted(Path(__file__).parents[1].glob("configs/*.yaml"))
@@ -12,7 +12,7 @@ FILES = sorted(Path(__file__).parents[1].glob("configs/*.yaml"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_configuration_is_valid(path: Path) -> None:
-    values = EvictionConfig.read_file(path)
+    values = with_a_method(EvictionConfig.read_file(path))
     if values["method"] == AUTO:  # a server chooses by its model
         values["method"] = PREFERRED[-1]
     config = EvictionConfig.parse(values)

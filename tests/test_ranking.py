@@ -12,23 +12,25 @@ def candidates() -> Candidates:
 
 
 def test_by_score_is_the_score() -> None:
-    assert torch.equal(by_score(candidates(), [1], EvictionConfig()), candidates().scores)
+    assert torch.equal(
+        by_score(candidates(), [1], EvictionConfig(method="adakv-perturb")), candidates().scores
+    )
 
 
 def test_by_bound_smooths_the_weights_and_multiplies() -> None:
-    ranking = by_bound(candidates(), [1], EvictionConfig(lam=1.5))
+    ranking = by_bound(candidates(), [1], EvictionConfig(method="adakv-perturb", lam=1.5))
     weights, norms = candidates().stage_2, candidates().norms
     torch.testing.assert_close(ranking, (weights + 0.5) / 2.5 * norms)
 
 
 def test_by_defence_normalises_over_the_heads_of_a_layer() -> None:
-    ranking = by_defence(candidates(), [1], EvictionConfig(mass=0.0))
+    ranking = by_defence(candidates(), [1], EvictionConfig(method="adakv-perturb", mass=0.0))
     expected = [[0.125, 0.1875, 0.0], [0.28125, 0.09375, 0.0]]
     torch.testing.assert_close(ranking, torch.tensor(expected))
 
 
 def test_by_defence_puts_stage_1_first_in_order_of_attention() -> None:
-    ranking = by_defence(candidates(), [2], EvictionConfig(mass=0.9))
+    ranking = by_defence(candidates(), [2], EvictionConfig(method="adakv-perturb", mass=0.9))
     assert ranking[0].tolist() == [2.5, 2.25, 0.0]
     assert ranking[1].tolist() == [2.25, 2.25, 0.0]
 
@@ -39,9 +41,9 @@ def test_stacked_layers_are_ranked_like_each_alone() -> None:
     second = Candidates(first.scores.flip(1), first.stage_2.flip(1), first.weights)
     stacked = Candidates.stack([first, second])
     for ranking in (by_score, by_bound, by_defence):
-        ranked = ranking(stacked, [1, 1], EvictionConfig())
+        ranked = ranking(stacked, [1, 1], EvictionConfig(method="adakv-perturb"))
         for layer, alone in zip(ranked, (first, second), strict=True):
-            assert torch.equal(layer, ranking(alone, [1], EvictionConfig()))
+            assert torch.equal(layer, ranking(alone, [1], EvictionConfig(method="adakv-perturb")))
 
 
 def test_scores_stand_in_for_weights_that_are_not_there() -> None:
@@ -74,5 +76,5 @@ def test_norms_are_needed_where_they_count() -> None:
     without = candidates()._replace(norms=None)
     for ranking in (by_bound, by_defence):
         with pytest.raises(AssertionError):
-            ranking(without, [1], EvictionConfig())
+            ranking(without, [1], EvictionConfig(method="adakv-perturb"))
     assert Candidates.stack([without]).norms is None

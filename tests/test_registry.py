@@ -149,11 +149,14 @@ def late_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
 '''
 
 NEW_ENTRY = """
+from typing import Annotated
+
 from vllm_kvselect import scorers, scoring
+from vllm_kvselect.settings import Setting
 
 
 class Slope(scorers.Parameters):
-    slope: float = 1.0
+    slope: Annotated[float, Setting("How steep it is.", option="SLOPE")] = 1.0
 
 
 scorers.SCORERS["late"] = scorers.Scorer(
@@ -220,6 +223,7 @@ assert (first % shape.num_tokens).tolist() == [*range(12)] * 2
 parser = argparse.ArgumentParser()
 add_cli_args(parser)
 assert parser.parse_args(["--kv-eviction", "ada-late"]).kv_eviction_method == "ada-late"
+assert parser.parse_args(["--kv-eviction-slope", "2"]).kv_eviction_slope == 2.0
 listed = CliRunner().invoke(app, ["methods"]).stdout
 assert "ada-late" in listed and "later tokens" in listed
 print("known")

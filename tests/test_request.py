@@ -27,7 +27,9 @@ from vllm_kvselect.request import (
 
 many = settings(max_examples=300, deadline=None, derandomize=True)
 SERVER = EvictionConfig(method="adakv-perturb", budget=512, window=16, allow_override=())
-OPEN = EvictionConfig(budget=512, window=16, allow_override=("method", "budget"))
+OPEN = EvictionConfig(
+    method="adakv-perturb", budget=512, window=16, allow_override=("method", "budget")
+)
 
 budgets = st.one_of(st.integers(1, 5000), st.floats(0.001, 1.0))
 servers = st.builds(
@@ -61,7 +63,8 @@ def sampling(extra_args: dict[str, Any] | None, max_tokens: int | None = None) -
 )
 def test_a_prefill_budget_counts_in_the_servers_own_blocks(budget: int, is_accepted: bool) -> None:
     sizes = {"prefill_block": 8, "prefill_segment": 24, "prefill_budget": 16}
-    given = {"prefill": "critiprefill", **sizes, "allow_override": ("prefill_budget",)}
+    sparse = {"method": "none", "prefill": "critiprefill"}
+    given = {**sparse, **sizes, "allow_override": ("prefill_budget",)}
     server = EvictionConfig.parse(given)
     if is_accepted:
         config = request_config(server, {"kv_prefill_budget": budget})
@@ -136,7 +139,7 @@ def test_auto_is_the_servers_own_method() -> None:
 
 
 def test_one_entry_and_the_whole_prompt_are_different_budgets() -> None:
-    one = EvictionConfig(budget=1)
+    one = EvictionConfig(method="adakv-perturb", budget=1)
     with pytest.raises(RequestError, match=r"kv_eviction_budget = 1\.0 is not allowed"):
         request_config(one, {"kv_eviction_budget": 1.0})
     for budget in (1, 1.0, 1):
@@ -261,11 +264,13 @@ def test_a_beam_search_that_asks_for_eviction_is_refused(own: dict[str, Any]) ->
 
 
 def test_a_beam_search_that_asks_for_a_sparse_prefill_is_refused() -> None:
-    server = EvictionConfig(allow_override=OVERRIDE_NAMES)
+    server = EvictionConfig(method="adakv-perturb", allow_override=OVERRIDE_NAMES)
     own = {"kv_eviction": "none", "kv_prefill": "critiprefill"}
     with pytest.raises(RequestError, match="kv_prefill has no effect with use_beam_search"):
         refuse_beam_settings(server, own)
-    sparse = EvictionConfig.parse({"prefill": "critiprefill", "allow_override": OVERRIDE_NAMES})
+    sparse = EvictionConfig.parse(
+        {"method": "adakv-perturb", "prefill": "critiprefill", "allow_override": OVERRIDE_NAMES}
+    )
     refuse_beam_settings(sparse, own | {"kv_prefill": "dense"})
 
 
@@ -304,7 +309,10 @@ def test_settings_of_a_beam_search_are_checked_like_any_others() -> None:
 def test_a_method_that_is_measured_off_the_engine_only_is_refused(
     allow_override: tuple[Any, ...],
 ) -> None:
-    server, own = EvictionConfig(allow_override=allow_override), {"kv_eviction": "layer-kvzip"}
+    server, own = (
+        EvictionConfig(method="adakv-perturb", allow_override=allow_override),
+        {"kv_eviction": "layer-kvzip"},
+    )
     with pytest.raises(RequestError, match="'layer-kvzip' is not served") as caught:
         request_config(server, own)
     assert caught.value.reason == "unsupported"
@@ -327,7 +335,7 @@ def test_a_method_that_is_measured_off_the_engine_only_is_refused(
 def test_settings_that_exclude_each_other_are_refused_and_drop_nothing(
     extra_args: dict[str, Any], message: str
 ) -> None:
-    server = EvictionConfig(allow_override=OVERRIDE_NAMES)
+    server = EvictionConfig(method="adakv-perturb", allow_override=OVERRIDE_NAMES)
     with pytest.raises(RequestError, match=message) as caught:
         request_config(server, extra_args)
     assert caught.value.key in extra_args
@@ -336,13 +344,17 @@ def test_settings_that_exclude_each_other_are_refused_and_drop_nothing(
 
 
 def test_a_request_may_ask_for_rounds_or_for_none() -> None:
-    server = EvictionConfig(decode_budget=512, allow_override=("decode_budget",))
+    server = EvictionConfig(
+        method="adakv-perturb", decode_budget=512, allow_override=("decode_budget",)
+    )
     for budget in (0, 256):
         got = request_config(server, {"kv_eviction_decode_budget": budget})
         assert got == server.model_copy(update={"decode_budget": budget})
 
 
 def test_a_request_may_choose_the_interval_of_its_rounds() -> None:
-    server = EvictionConfig(decode_budget=512, allow_override=("decode_interval",))
+    server = EvictionConfig(
+        method="adakv-perturb", decode_budget=512, allow_override=("decode_interval",)
+    )
     got = request_config(server, {"kv_eviction_decode_interval": 64})
     assert got == server.model_copy(update={"decode_interval": 64})

@@ -11,7 +11,10 @@ from vllm_kvselect.scoring.at_random import random_scores
 
 def scores(num_kv_heads: int, num_scored: int, seed: int = 0, layer: int = 0) -> torch.Tensor:
     query, key = torch.empty(4, num_kv_heads, 8), torch.empty(num_kv_heads, num_scored + 4, 8)
-    return random_scores(scoring_inputs(query, key, layer_index=layer), EvictionConfig(seed=seed))
+    return random_scores(
+        scoring_inputs(query, key, layer_index=layer),
+        EvictionConfig(method="adakv-perturb", seed=seed),
+    )
 
 
 @many

@@ -56,7 +56,7 @@ def test_scores_equal_the_oracle(
 ) -> None:
     layer = random_layer(shape, seed, with_sinks=with_sinks)
     options = {"num_sinks": num_sinks, "future": future, "expected_eps": eps}
-    config = EvictionConfig(window=shape.window, **options)
+    config = EvictionConfig(method="expected-attention", window=shape.window, **options)
     scores = expected_attention_scores(inputs(layer, shape.scale, is_rotated), config)
     attention = oracle.expected_attention(
         layer.prompt_query.tolist(),
@@ -85,7 +85,7 @@ def test_the_closed_form_is_the_mean_over_drawn_queries() -> None:
         + torch.tensor([1.0, -0.5, 0.0, 2.0]).double()
     )
     key = 0.5 * torch.randn(1, 9, 4, generator=generator, dtype=torch.float64)
-    config = EvictionConfig(num_sinks=0)
+    config = EvictionConfig(method="adakv-perturb", num_sinks=0)
     found = expected_attention.expected_attention(scoring_inputs(query, key, 0.5), config)
     powers = (0.5 * query[:, 0] @ key[0].T).exp().mean(0)
     torch.testing.assert_close(found[0], powers / powers.sum(), rtol=0.02, atol=0)
@@ -101,7 +101,10 @@ def test_a_mean_far_from_the_origin_does_not_cost_the_covariance() -> None:
 
 
 def test_blocks_of_queries_and_keys_give_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, whole = EvictionConfig(window=SHAPE.window), inputs(random_layer(SHAPE, 0), 1.0)
+    config, whole = (
+        EvictionConfig(method="adakv-perturb", window=SHAPE.window),
+        inputs(random_layer(SHAPE, 0), 1.0),
+    )
     at_once = expected_attention_scores(whole, config)
     monkeypatch.setattr(expected_attention, "_BLOCK_ELEMENTS", 200)
     in_blocks = expected_attention_scores(whole, config)
@@ -111,7 +114,10 @@ def test_blocks_of_queries_and_keys_give_the_scores(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("shift", [1, 300])
 def test_scores_do_not_depend_on_where_the_prompt_begins(shift: int) -> None:
     """Queries, keys and what follows them, all at later positions: only distances count."""
-    whole, config = inputs(random_layer(SHAPE, 0), SHAPE.scale), EvictionConfig(window=3)
+    whole, config = (
+        inputs(random_layer(SHAPE, 0), SHAPE.scale),
+        EvictionConfig(method="adakv-perturb", window=3),
+    )
     tables = whole.rotation
     assert tables is not None
     by_shift = Rotation(tables.cos[shift : shift + 1], tables.sin[shift : shift + 1])
@@ -132,12 +138,15 @@ def test_scores_are_at_least_float32(dtype: torch.dtype) -> None:
     layer, tables = random_layer(SHAPE, 0, dtype), rotation(SHAPE.head_size)
     in_dtype = Rotation(tables.cos.to(dtype), tables.sin.to(dtype))
     given_inputs = replace(inputs(layer, SHAPE.scale), rotation=in_dtype)
-    scores = expected_attention_scores(given_inputs, EvictionConfig(window=3))
+    scores = expected_attention_scores(
+        given_inputs, EvictionConfig(method="adakv-perturb", window=3)
+    )
     assert scores.dtype == torch.float32
     assert (scores[:, :4] == torch.inf).all()
     assert (scores[:, 4:] >= 0).all()
     exact = expected_attention_scores(
-        inputs(random_layer(SHAPE, 0), SHAPE.scale), EvictionConfig(window=3)
+        inputs(random_layer(SHAPE, 0), SHAPE.scale),
+        EvictionConfig(method="adakv-perturb", window=3),
     )
     tolerance = 30 * torch.finfo(dtype).eps
     torch.testing.assert_close(scores.double(), exact, rtol=tolerance, atol=0)

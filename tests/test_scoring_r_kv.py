@@ -22,7 +22,7 @@ def test_scores_equal_the_oracle(
     shape: Shape, seed: int, with_sinks: bool, lam: float, threshold: float
 ) -> None:
     layer = random_layer(shape, seed, with_sinks=with_sinks)
-    config = EvictionConfig(r_kv_lam=lam, r_kv_threshold=threshold)
+    config = EvictionConfig(method="adakv-perturb", r_kv_lam=lam, r_kv_threshold=threshold)
     inputs = scoring_inputs(layer.query, layer.key, shape.scale, sinks=layer.sinks)
     expected = oracle.r_kv_scores(
         layer.query.tolist(),
@@ -51,7 +51,7 @@ def test_the_largest_logit_of_a_group_counts_before_the_softmax() -> None:
     query = torch.tensor([[[5.0, 0.0], [0.0, 5.0]]])
     inputs = scoring_inputs(query, key, scale=1.0)
     weights = torch.softmax(torch.tensor([5.0, 5.0, 0.0, 0.0]), dim=0)
-    found = importance(inputs, EvictionConfig(kernel_size=1))
+    found = importance(inputs, EvictionConfig(method="adakv-perturb", kernel_size=1))
     torch.testing.assert_close(found, weights[None, :3])
 
 

@@ -63,7 +63,7 @@ def check_scores(
 ) -> float:
     """Compares with the oracle and returns the bound."""
     layer = random_layer(shape, seed, dtype, with_sinks=with_sinks)
-    config = EvictionConfig(kernel_size=kernel_size)
+    config = EvictionConfig(method="adakv-perturb", kernel_size=kernel_size)
     scores = snapkv_scores(
         scoring_inputs(layer.query, layer.key, shape.scale, sinks=layer.sinks), config
     )
@@ -107,7 +107,9 @@ def test_options_equal_the_oracle(
     pooling: str, group_reduction: str, shape: Shape, seed: int
 ) -> None:
     layer, options = random_layer(shape, seed), (pooling, group_reduction)
-    config = EvictionConfig.parse({"pooling": pooling, "group_reduction": group_reduction})
+    config = EvictionConfig.parse(
+        {"method": "adakv-perturb", "pooling": pooling, "group_reduction": group_reduction}
+    )
     scores = snapkv_scores(scoring_inputs(layer.query, layer.key, shape.scale), config)
     lists = layer.query.tolist(), layer.key.tolist()
     expected = oracle.snapkv_scores(*lists, shape.scale, 7, *options)
@@ -172,7 +174,7 @@ def test_pooling_takes_the_maximum_or_the_mean_of_the_neighbours(
 def test_a_query_is_read_with_the_strides_it_has() -> None:
     shape = Shape(2, 3, 8, 4, 5, 21, 1)
     layer = random_layer(shape, 0)
-    config = EvictionConfig()
+    config = EvictionConfig(method="adakv-perturb")
     fused = torch.cat([layer.query, torch.zeros(5, 4, 8, dtype=torch.float64)], dim=1)
     by_token = layer.key.transpose(0, 1).contiguous()
     scores = snapkv_scores(
@@ -187,6 +189,8 @@ def test_inputs_are_not_written_to() -> None:
     shape = Shape(2, 2, 8, 4, 5, 21, 1)
     layer = random_layer(shape, 0)
     query, key = layer.query.clone(), layer.key.clone()
-    snapkv_scores(scoring_inputs(layer.query, layer.key, shape.scale), EvictionConfig())
+    snapkv_scores(
+        scoring_inputs(layer.query, layer.key, shape.scale), EvictionConfig(method="adakv-perturb")
+    )
     assert torch.equal(layer.query, query)
     assert torch.equal(layer.key, key)

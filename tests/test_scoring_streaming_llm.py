@@ -15,7 +15,7 @@ def test_sinks_come_first_then_the_latest(
 ) -> None:
     query = torch.empty(window, num_kv_heads, 8)
     key = torch.empty(num_kv_heads, num_scored + window, 8)
-    config = EvictionConfig(num_sinks=num_sinks)
+    config = EvictionConfig(method="adakv-perturb", num_sinks=num_sinks)
     scores = streaming_llm_scores(scoring_inputs(query, key, 1.0), config)
     assert scores.shape == (num_kv_heads, num_scored)
     assert scores.dtype == torch.float32

@@ -13,14 +13,14 @@ from typer.core import TyperCommand, TyperGroup
 
 from vllm_kvselect import __version__
 from vllm_kvselect.calibration.command import calibrate
-from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.config import SETTINGS, ConfigError, EvictionConfig
 from vllm_kvselect.doctor import doctor
 from vllm_kvselect.evaluation.command import evaluate
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.parsing import parse_number
 from vllm_kvselect.papers.command import analyze
 from vllm_kvselect.planning.cuts import budget_problem, cuts
-from vllm_kvselect.registry import METHODS
+from vllm_kvselect.registry import AUTO, METHODS, PREFERRED
 from vllm_kvselect.scorers import SERVED
 from vllm_kvselect.store.command import contexts
 from vllm_kvselect.tiny_model import TinyModelError, tiny_model
@@ -158,19 +158,11 @@ def plan_command(
             show_default="the block size",
         ),
     ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(help="Entries per KV head, such as 512, or a fraction of the prompt: 0.25."),
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(help="Length of the observation window in tokens.")
-    ] = None,
-    method: Annotated[
-        str | None, typer.Option(help="See `vllm-kvselect methods`; `none` is stock.")
-    ] = None,
+    budget: Annotated[str | None, typer.Option(help=SETTINGS["budget"].help)] = None,
+    window: Annotated[int | None, typer.Option(help=SETTINGS["window"].help)] = None,
+    method: Annotated[str, typer.Option(help=SETTINGS["method"].help)] = AUTO,
     prompt_interval: Annotated[
-        int | None,
-        typer.Option(help="Tokens from one cut in the prompt to the next; 0 waits for its end."),
+        int | None, typer.Option(help=SETTINGS["prompt_interval"].help)
     ] = None,
     max_model_len: Annotated[
         int | None,
@@ -186,20 +178,17 @@ def plan_command(
     What a server would refuse is refused here too.
     """
     number = None if budget is None else parse_number(budget)
-    given = {
-        "budget": number,
-        "window": window,
-        "method": method,
-        "prompt_interval": prompt_interval,
-    }
-    config = EvictionConfig.parse({key: val for key, val in given.items() if val is not None})
+    given = {"budget": number, "window": window, "prompt_interval": prompt_interval}
+    values = {key: val for key, val in given.items() if val is not None}
+    # How many entries are retained depends on no method.
+    config = EvictionConfig.parse({**values, "method": PREFERRED[-1] if method == AUTO else method})
     page_size = page_size or block_size
     if block_size % page_size:
         raise ConfigError(f"a block of {block_size} tokens is no multiple of a page of {page_size}")
     _refuse_small_budget(max_model_len or prompt_len, page_size, config)
     outcome = _outcome(prompt_len, block_size, page_size, config)
     table = Table(show_header=False, box=None)
-    table.add_row("method", config.method)
+    table.add_row("method", method)
     table.add_row("entries retained", f"{outcome.entries} of {prompt_len} per KV head")
     table.add_row("blocks packed", str(outcome.packed))
     table.add_row("blocks of the tail", str(outcome.tail))

@@ -1,12 +1,13 @@
 """The one configuration object: frozen, validated once, unknown keys are errors."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -22,21 +23,9 @@ from pydantic.fields import FieldInfo
 
 from vllm_kvselect.registry import AUTO, KNOWN_METHODS, METHODS, PARAMETERS, nearest
 from vllm_kvselect.scorers import Parameters
+from vllm_kvselect.settings import Setting
 
 METHOD_NAMES: tuple[str, ...] = ("none", *METHODS)
-
-OverrideName = Literal[
-    "method",
-    "budget",
-    "context",
-    "decode_budget",
-    "decode_interval",
-    "prompt_interval",
-    "prefill",
-    "prefill_budget",
-]
-OVERRIDE_NAMES: tuple[str, ...] = get_args(OverrideName)
-"""Fields that a request may change, where the server allows it."""
 
 CONFIG_KEY = "kv_eviction"
 """Key of this configuration in `VllmConfig.additional_config`."""
@@ -55,27 +44,53 @@ _Loader.add_implicit_resolver(
 )
 
 
+def _may_be_chosen(name: str) -> str:
+    """A setting that a request may choose."""
+    if name not in OVERRIDE_NAMES:
+        raise ValueError(f"{nearest(name, OVERRIDE_NAMES)}it is one of {', '.join(OVERRIDE_NAMES)}")
+    return name
+
+
 class Prefill(Parameters):
-    """How prompts are prefilled.
+    """How prompts are prefilled (CritiPrefill, arXiv 2409.12490)."""
 
-    Attributes:
-        prefill: `critiprefill` lets later tokens of a prompt read only the blocks before them that
-            are critical (arXiv 2409.12490); `dense`, the default, all of them, as stock vLLM.
-        prefill_budget: Tokens before its segment that such a token reads, in whole blocks.
-        prefill_segment: Neighbouring tokens that read the same blocks.
-        prefill_block: Tokens of a block that is read or not.
-        prefill_dense_until: Tokens at the beginning of the prompt that read all before them.
-        prefill_dense_layers: First layers in which all tokens do.
-        prefill_layer_fusion: Weight of the layers before in a block's criticality.
-    """
-
-    prefill: Literal["dense", "critiprefill"] = "dense"
-    prefill_budget: Annotated[int, Field(ge=1)] = 2048
-    prefill_segment: Annotated[int, Field(ge=1)] = 512
-    prefill_block: Annotated[int, Field(ge=1)] = 32
-    prefill_dense_until: Annotated[int, Field(ge=0)] = 4096
-    prefill_dense_layers: Annotated[int, Field(ge=0)] = 1
-    prefill_layer_fusion: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
+    prefill: Annotated[
+        Literal["dense", "critiprefill"],
+        Setting(
+            "What the tokens of long prompts read: all tokens before them ('dense'), or the "
+            "critical blocks alone ('critiprefill'), which is faster and may change answers.",
+            operator=True,
+            option="dense|critiprefill",
+            in_requests=True,
+        ),
+    ] = "dense"
+    prefill_budget: Annotated[
+        int,
+        Field(ge=1),
+        Setting(
+            "Tokens in the blocks that a segment of a sparsely prefilled prompt reads.",
+            operator=True,
+            option="TOKENS",
+            in_requests=True,
+        ),
+    ] = 2048
+    prefill_segment: Annotated[
+        int, Field(ge=1), Setting("Neighbouring tokens that read the same blocks.")
+    ] = 512
+    prefill_block: Annotated[int, Field(ge=1), Setting("Tokens of such a block.")] = 32
+    prefill_dense_until: Annotated[
+        int,
+        Field(ge=0),
+        Setting("First tokens of a prompt that read all before them.", option="TOKENS"),
+    ] = 4096
+    prefill_dense_layers: Annotated[
+        int, Field(ge=0), Setting("First layers in which all tokens do.")
+    ] = 1
+    prefill_layer_fusion: Annotated[
+        float,
+        Field(ge=0.0, lt=1.0),
+        Setting("How much the layers before count in what is critical."),
+    ] = 0.25
 
     @model_validator(mode="after")
     def _segments_are_whole_blocks(self) -> Self:
@@ -106,55 +121,137 @@ class EvictionConfig(BaseModel):
     From outside it is flat: `KEYS` has its own fields and those of all groups of parameters. Each
     part reads its own group, `config.of(Pooling).kernel_size`.
 
-    Attributes:
-        method: A key of `registry.METHODS`; `none` is stock. Off the engine also one of
-            `KNOWN_METHODS`.
-        budget: Entries retained per KV head per layer, averaged over a layer's heads, or over those
-            of all layers that share pages; observation window included. An `int` counts entries, a
-            `float` is a fraction of the prompt, or of its context where that is marked.
-        prompt_interval: Tokens of a prompt from one cut in it to the next: entries are dropped
-            while it is computed, and its later tokens read what is retained and the latest ones. 0
-            drops at the prompt's end only.
-        decode_budget: Entries per KV head to which a request is brought back again and again while
-            it generates; 0 lets its answer grow. What the prompt left counts, and so does the
-            window.
-        decode_interval: Tokens from one such round to the next.
-        context: Tokens at the beginning of the prompt that are compressed on their own, up to the
-            last block border among them: what follows, such as a question, neither shapes what is
-            retained of them nor is dropped. `chat`: what comes before the first user's turn that
-            leaves something to drop. None: the whole prompt is compressed.
-        turn_start: Token ids with which a user's turn begins, for `chat`; empty for what the
-            model's chat template says.
-        window: Observation window in tokens: the last prompt tokens, whose queries score the
-            entries before them. Always retained.
-        parameters: What single parts of methods read, and how prompts are prefilled. Those that a
-            method does not read are accepted: a request may choose another one.
-        decode_attention: Whose kernel attends to what is retained: the attention backend's, or
-            xformers' `triton_splitk` (CUDA, extra `xformers`) for rows with one query.
-        allow_override: Fields that a request may change for itself (see `vllm_kvselect.request`).
-            None by default: clients then cannot ask for more memory than the operator planned.
-        context_store: Folder that keeps compressed contexts for later starts and other servers.
-        context_store_bytes: Bytes that its files may take; the least recently used ones go.
-        check_integrity: Whether the scheduler checks all blocks after every step and stops requests
-            whose blocks are wrong. For debugging: its cost grows with the cache.
+    An `int` and the `float` that equals it are different budgets: an int counts entries, a float is
+    a fraction of the prompt, or of its context where that is marked. Parameters that the method
+    does not read are accepted: a request may choose another one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    method: str = "adakv-perturb"
-    budget: int | float = 1024
-    prompt_interval: Annotated[int, Field(ge=0)] = 0
-    decode_budget: Annotated[int, Field(ge=0)] = 0
-    decode_interval: Annotated[int, Field(ge=1)] = 128
-    context: Annotated[int, Field(ge=1)] | Literal["chat"] | None = None
-    turn_start: tuple[int, ...] = ()
-    window: Annotated[int, Field(ge=1)] = 32
+    method: Annotated[
+        str,
+        Setting(
+            "How the entries to keep are chosen: by a method of `vllm-kvselect methods`, by the "
+            "best that the model allows ('auto'), or not at all ('none', stock vLLM).",
+            operator=True,
+            option="METHOD",
+            in_requests=True,
+            otherwise="auto with another of these options, else none",
+        ),
+    ]
+    budget: Annotated[
+        int | float,
+        Setting(
+            "What a KV head keeps of a prompt in each layer, on average over the heads: a number "
+            "of entries (1024), or a fraction of the prompt (0.25).",
+            operator=True,
+            option="ENTRIES|FRACTION",
+            in_requests=True,
+        ),
+    ] = 1024
+    prompt_interval: Annotated[
+        int,
+        Field(ge=0),
+        Setting(
+            "Tokens after which a prompt is cut to the budget while it is still computed, so that "
+            "it never holds more than the budget and two intervals; 0 cuts it at its end alone.",
+            operator=True,
+            option="TOKENS",
+            in_requests=True,
+        ),
+    ] = 0
+    decode_budget: Annotated[
+        int,
+        Field(ge=0),
+        Setting(
+            "Entries to which a request is brought back again and again while it generates; 0 "
+            "lets its answer grow.",
+            operator=True,
+            option="ENTRIES",
+            in_requests=True,
+        ),
+    ] = 0
+    decode_interval: Annotated[
+        int,
+        Field(ge=1),
+        Setting(
+            "Tokens of an answer from one of these cuts to the next.",
+            option="TOKENS",
+            in_requests=True,
+        ),
+    ] = 128
+    context: Annotated[
+        Annotated[int, Field(ge=1)] | Literal["chat"] | None,
+        Setting(
+            "Beginning of each prompt that is compressed by itself, once for all requests that "
+            "have it: its first tokens (6000), or what comes before the first question of a chat "
+            "('chat').",
+            operator=True,
+            option="TOKENS|chat",
+            in_requests=True,
+            otherwise="the whole prompt, not shared",
+        ),
+    ] = None
+    turn_start: Annotated[
+        tuple[int, ...],
+        Setting(
+            "Token ids with which a user's turn begins, for 'chat'.",
+            otherwise="what the chat template says",
+        ),
+    ] = ()
+    window: Annotated[
+        int,
+        Field(ge=1),
+        Setting(
+            "Last tokens of a prompt. They are always kept, and window methods score all others by "
+            "what these attend to.",
+            option="TOKENS",
+        ),
+    ] = 32
     parameters: AllParameters = AllParameters()
-    decode_attention: Literal["backend", "xformers"] = "backend"
-    allow_override: tuple[OverrideName, ...] = ()
-    context_store: Annotated[str, Field(min_length=1)] | None = None
-    context_store_bytes: Annotated[int, Field(ge=1)] | None = None
-    check_integrity: bool = False
+    decode_attention: Annotated[
+        Literal["backend", "xformers"],
+        Setting(
+            "Whose kernel attends to what is kept: the attention backend's, or `triton_splitk` of "
+            "xformers (CUDA, extra `xformers`)."
+        ),
+    ] = "backend"
+    allow_override: Annotated[
+        tuple[Annotated[str, AfterValidator(_may_be_chosen)], ...],
+        Setting(
+            "What requests may choose for themselves, with blanks or commas between.",
+            operator=True,
+            option="SETTING",
+            otherwise="nothing",
+        ),
+    ] = ()
+    context_store: Annotated[
+        Annotated[str, Field(min_length=1)] | None,
+        Setting(
+            "Folder that keeps compressed contexts for later starts and other servers.",
+            operator=True,
+            option="FOLDER",
+            otherwise="contexts live in the KV cache alone",
+        ),
+    ] = None
+    context_store_bytes: Annotated[
+        Annotated[int, Field(ge=1)] | None,
+        Setting(
+            "Bytes that its files may take, such as 50G; the least recently used ones go.",
+            operator=True,
+            option="BYTES",
+            otherwise="no bound",
+        ),
+    ] = None
+    check_integrity: Annotated[
+        bool,
+        Setting(
+            "Check all blocks of the KV cache after every step, and stop requests whose blocks are "
+            "wrong. For debugging: the cost grows with the cache.",
+            option="",
+            otherwise="off",
+        ),
+    ] = False
 
     @field_validator("method", mode="before")
     @classmethod
@@ -354,6 +451,29 @@ class EvictionConfig(BaseModel):
         return values
 
 
+def with_a_method(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings as a server reads them: where no method is named, `auto` chooses one.
+
+    A sparse prefill alone drops nothing, so where nothing is said but of the prefill, it is `none`.
+
+    Args:
+        values: Field names and values.
+
+    Raises:
+        ConfigError: If they are of a sparse prefill that nobody asks for.
+    """
+    of_prefill = [name for name in values if name.startswith("prefill")]
+    others = values.keys() - {*of_prefill, "allow_override", "check_integrity"}
+    if others or not of_prefill:
+        return {"method": AUTO, **values}
+    if "prefill" not in (*of_prefill, *values.get("allow_override", ())):
+        name = of_prefill[0]
+        raise ConfigError(
+            f"{name} = {values[name]!r} has no effect without prefill; set that to 'critiprefill'"
+        )
+    return {"method": "none", **values}
+
+
 def keys() -> dict[str, FieldInfo]:
     """Every key of the configuration, parameters of all groups among them."""
     own = {name: info for name, info in EvictionConfig.model_fields.items() if name != "parameters"}
@@ -363,6 +483,30 @@ def keys() -> dict[str, FieldInfo]:
 _PARAMETERS = frozenset(AllParameters.model_fields)
 KEYS: tuple[str, ...] = tuple(keys())
 """What a file, `--additional-config` and `EvictionConfig.parse` accept."""
+
+SETTINGS: dict[str, Setting] = {
+    name: next(each for each in info.metadata if isinstance(each, Setting))
+    for name, info in keys().items()
+}
+"""The table of all settings: what each field says of itself."""
+
+OVERRIDE_NAMES: tuple[str, ...] = tuple(
+    name for name, setting in SETTINGS.items() if setting.in_requests
+)
+"""Fields that a request may change, where the server allows it."""
+
+
+def words(name: str) -> tuple[str, ...]:
+    """The words that a setting is one of, or some of; none where it takes others."""
+    return OVERRIDE_NAMES if name == "allow_override" else tuple(_words(keys()[name].annotation))
+
+
+def _words(annotation: Any) -> Iterator[str]:
+    for part in get_args(annotation):
+        if get_origin(annotation) is Literal:
+            yield part
+        else:
+            yield from _words(part)
 
 
 def _position(error: Exception) -> str:
@@ -383,6 +527,9 @@ def _explain(error: ValidationError) -> str:
         key = str(place[0])
         if problem["type"] == "extra_forbidden":
             lines.append(_unknown(key))
+            continue
+        if problem["type"] == "missing":
+            lines.append(f"{key} is missing; it is one of {', '.join(METHOD_NAMES)}")
             continue
         lines.append(f"{key} = {problem['input']!r} is not accepted: {message}")
     return "; ".join(dict.fromkeys(lines))

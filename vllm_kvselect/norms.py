@@ -7,60 +7,62 @@ from pydantic import Field
 
 from vllm_kvselect.scopes import AllocatorName
 from vllm_kvselect.scorers import NOT_SERVED, NormsName, Parameters
+from vllm_kvselect.settings import Setting
 
 RankingName = Literal["score", "product", "bound", "defence"]
 """Keys of `ranking.RANKINGS`."""
 
 
 class FirstStage(Parameters):
-    """Of a selection with two stages.
+    """Of a selection with two stages (Algorithm 1 of arXiv 2502.03805)."""
 
-    Attributes:
-        alpha: Share of a head's budget that stage 1 fills by score alone (Algorithm 1 of arXiv
-            2502.03805).
-    """
-
-    alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    alpha: Annotated[
+        float,
+        Field(ge=0.0, le=1.0),
+        Setting(
+            "Share of a head's budget that `-perturb` methods and `thetakv` fill by score alone.",
+            option="SHARE",
+        ),
+    ] = 0.5
 
 
 class SecondStage(Parameters):
-    """Of a second stage that multiplies scores by norms.
+    """Of a second stage that multiplies scores by norms."""
 
-    Attributes:
-        eps: Added to the score before it is multiplied by the projected value norm.
-    """
-
-    eps: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1e-4
+    eps: Annotated[
+        float,
+        Field(ge=0.0, allow_inf_nan=False),
+        Setting("What `-perturb` methods add to a score before they multiply it by the norm."),
+    ] = 1e-4
 
 
 class Weights(Parameters):
-    """Of whatever multiplies other scores by norms than those of stage 1.
+    """Of whatever may multiply other scores by norms than those of stage 1."""
 
-    Attributes:
-        stage_2_scores: Stage 2 multiplies the pooled scores by the norms, or those without pooling.
-    """
-
-    stage_2_scores: Literal["pooled", "unpooled"] = "pooled"
+    stage_2_scores: Annotated[
+        Literal["pooled", "unpooled"],
+        Setting("Which scores of window methods are multiplied by norms."),
+    ] = "pooled"
 
 
 class Smoothing(Parameters):
-    """Of the ranking by a bound (ThetaKV).
+    """Of the ranking by a bound (ThetaKV)."""
 
-    Attributes:
-        lam: Weight, in windows, of the even prior with which attention is smoothed.
-    """
-
-    lam: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+    lam: Annotated[
+        float,
+        Field(ge=0.0, allow_inf_nan=False),
+        Setting("How much attention is smoothed by `thetakv`: weight of the prior in windows."),
+    ] = 1.0
 
 
 class Mass(Parameters):
-    """Of the ranking of DefensiveKV.
+    """Of the ranking of DefensiveKV."""
 
-    Attributes:
-        mass: Share of the attention that its stage 1 takes.
-    """
-
-    mass: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
+    mass: Annotated[
+        float,
+        Field(ge=0.0, le=1.0),
+        Setting("Share of a head's attention that stage 1 of `defensivekv` takes."),
+    ] = 0.9
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,11 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal, Protocol, get_args
 
-from vllm_kvselect.config import ConfigError, EvictionConfig, Prefill
+from vllm_kvselect.config import OVERRIDE_NAMES, ConfigError, EvictionConfig, Prefill
 from vllm_kvselect.registry import AUTO, not_served
+from vllm_kvselect.settings import request_key
 
-REQUEST_KEYS = {
-    "kv_eviction": "method",
-    "kv_eviction_budget": "budget",
-    "kv_eviction_context": "context",
-    "kv_eviction_decode_budget": "decode_budget",
-    "kv_eviction_decode_interval": "decode_interval",
-    "kv_eviction_prompt_interval": "prompt_interval",
-    "kv_prefill": "prefill",
-    "kv_prefill_budget": "prefill_budget",
-}
+REQUEST_KEYS = {request_key(field): field for field in OVERRIDE_NAMES}
 """Keys of `vllm_xargs`, and the field of `EvictionConfig` that each one changes."""
 
 MAX_KEYS = 64
@@ -309,26 +301,5 @@ def _prefill_of(server: EvictionConfig) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1024, typed=True)
-def _changed(
-    server: EvictionConfig,
-    method: str | None = None,
-    budget: int | float | None = None,
-    context: int | str | None = None,
-    decode_budget: int | None = None,
-    decode_interval: int | None = None,
-    prompt_interval: int | None = None,
-    prefill: str | None = None,
-    prefill_budget: int | None = None,
-) -> EvictionConfig:
-    given = {
-        "method": method,
-        "budget": budget,
-        "context": context,
-        "decode_budget": decode_budget,
-        "decode_interval": decode_interval,
-        "prompt_interval": prompt_interval,
-        "prefill": prefill,
-        "prefill_budget": prefill_budget,
-    }
-    changes = {field: value for field, value in given.items() if value is not None}
+def _changed(server: EvictionConfig, **changes: Any) -> EvictionConfig:
     return EvictionConfig.parse(server.model_dump() | changes)

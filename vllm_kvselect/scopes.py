@@ -6,32 +6,34 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from vllm_kvselect.scorers import Parameters, ScopeName
+from vllm_kvselect.settings import Setting
 
 AllocatorName = Literal["uniform_pages", "adaptive_pages", "shared_pages"]
 """Functions of `allocation.py`, fields of `Kernels`."""
 
 
 class Floor(Parameters):
-    """Of `adaptive_pages`.
+    """Of `adaptive_pages` (AdaKV, arXiv 2407.11550, section 4.2)."""
 
-    Attributes:
-        safeguard: Share of a head's even budget that adaptive allocation may not take away
-            (AdaKV, arXiv 2407.11550, section 4.2).
-        floor: The safeguard is blended with the adaptive budget (authors), or its least (kvpress).
-    """
-
-    safeguard: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
-    floor: Literal["blend", "minimum"] = "blend"
+    safeguard: Annotated[
+        float,
+        Field(ge=0.0, le=1.0),
+        Setting("Share of a head's even budget that `adakv`, `thetakv` and `ada-` methods spare."),
+    ] = 0.2
+    floor: Annotated[
+        Literal["blend", "minimum"],
+        Setting("How they spare it: blended with the adaptive budget (authors), or as its least."),
+    ] = "blend"
 
 
 class Pyramid(Parameters):
-    """Of a fixed sharing over layers.
+    """Of a fixed sharing over layers."""
 
-    Attributes:
-        beta: Steepness of PyramidKV: the last layer gets a `beta`-th of the mean budget.
-    """
-
-    beta: Annotated[int, Field(ge=1)] = 20
+    beta: Annotated[
+        int,
+        Field(ge=1),
+        Setting("Steepness of `pyramidkv`: the last layer gets this part of the mean budget."),
+    ] = 20
 
 
 @dataclass(frozen=True)

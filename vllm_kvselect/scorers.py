@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from vllm_kvselect.settings import Setting
+
 Need = Literal["output projection", "rotation", "probe"]
 """What a method may need of a layer besides its queries, keys and values."""
 
@@ -26,36 +28,32 @@ class Parameters(BaseModel):
 
 
 class FirstTokens(Parameters):
-    """Of whatever retains the first tokens.
+    """Of whatever retains the first tokens."""
 
-    Attributes:
-        num_sinks: First tokens that are retained, whatever they say; `expected-attention` leaves
-            their queries and keys out of what it expects.
-    """
-
-    num_sinks: Annotated[int, Field(ge=0)] = 4
+    num_sinks: Annotated[
+        int,
+        Field(ge=0),
+        Setting("First tokens of a prompt, which `streaming-llm` and probe methods always keep."),
+    ] = 4
 
 
 class Draw(Parameters):
-    """Of `random`.
+    """Of `random`."""
 
-    Attributes:
-        seed: What is drawn follows from it.
-    """
-
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32), Setting("Decides what `random` draws.")] = 0
 
 
 class Pooling(Parameters):
-    """Of whatever pools the window's attention along the tokens (SnapKV, section 4).
+    """Of whatever pools the window's attention along the tokens (SnapKV, section 4)."""
 
-    Attributes:
-        kernel_size: Width of the pooling.
-        pooling: By the largest or by the mean of `kernel_size` tokens.
-    """
-
-    kernel_size: Annotated[int, Field(ge=1)] = 7
-    pooling: Literal["max", "mean"] = "max"
+    kernel_size: Annotated[
+        int,
+        Field(ge=1),
+        Setting("Tokens over which window methods pool their scores; an odd number."),
+    ] = 7
+    pooling: Annotated[
+        Literal["max", "mean"], Setting("Whether they pool by the largest or by the mean.")
+    ] = "max"
 
     @field_validator("kernel_size")
     @classmethod
@@ -66,48 +64,59 @@ class Pooling(Parameters):
 
 
 class QueryGroup(Parameters):
-    """Of the window's attention.
+    """Of the window's attention."""
 
-    Attributes:
-        group_reduction: Scores of a query group's heads are averaged, or the largest is taken.
-    """
-
-    group_reduction: Literal["mean", "max"] = "mean"
+    group_reduction: Annotated[
+        Literal["mean", "max"],
+        Setting("What window methods take of the query heads of a KV head: mean or largest."),
+    ] = "mean"
 
 
 class Redundancy(Parameters):
-    """Of `r-kv` (arXiv 2505.24133).
+    """Of `r-kv` (arXiv 2505.24133)."""
 
-    Attributes:
-        r_kv_lam: Weight of importance beside redundancy.
-        r_kv_threshold: Cosine above which two keys are alike.
-    """
-
-    r_kv_lam: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    r_kv_threshold: Annotated[float, Field(ge=-1.0, le=1.0)] = 0.5
+    r_kv_lam: Annotated[
+        float,
+        Field(ge=0.0, le=1.0),
+        Setting("How much importance weighs beside redundancy in `r-kv`."),
+    ] = 0.1
+    r_kv_threshold: Annotated[
+        float,
+        Field(ge=-1.0, le=1.0),
+        Setting("Cosine above which two keys are alike to `r-kv`."),
+    ] = 0.5
 
 
 class Expectation(Parameters):
-    """Of `expected-attention` (arXiv 2510.00636).
+    """Of `expected-attention` (arXiv 2510.00636)."""
 
-    Attributes:
-        future: Positions after the prompt whose mean rotation stands for that of later queries.
-        expected_eps: Added to expected attention before it is multiplied by the norm of the value.
-    """
-
-    future: Annotated[int, Field(ge=1)] = 512
-    expected_eps: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.02
+    future: Annotated[
+        int,
+        Field(ge=1),
+        Setting(
+            "Positions after the prompt for which `expected-attention`, off the engine, expects "
+            "queries."
+        ),
+    ] = 512
+    expected_eps: Annotated[
+        float,
+        Field(ge=0.0, allow_inf_nan=False),
+        Setting("What it adds to expected attention before it multiplies by the value's norm."),
+    ] = 0.02
 
 
 class ProbeFile(Parameters):
-    """Of `probe`.
+    """Of `probe`."""
 
-    Attributes:
-        probe: File with the model's calibrated probe (`vllm-kvselect calibrate`); None for the one
-            in the user's cache or in this package that fits the model's weights.
-    """
-
-    probe: Annotated[str, Field(min_length=1)] | None = None
+    probe: Annotated[
+        Annotated[str, Field(min_length=1)] | None,
+        Setting(
+            "File with the model's probe, made by `vllm-kvselect calibrate`.",
+            operator=True,
+            option="FILE",
+            otherwise="the one that fits the model, in your cache or in the package",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from vllm_kvselect.metrics import METRICS, PREFIX
+
 _TIMEOUT = 10.0
 _BAR_WIDTH = 40
 
@@ -30,24 +32,10 @@ class Snapshot:
     Attributes:
         num_blocks: Blocks of the pool, without the null block.
         num_used: Blocks in use.
-        num_saved: Blocks that the running requests would hold as well without eviction.
         num_running: Requests running.
         num_waiting: Requests waiting.
         num_answered: Requests that ended since the start.
-        num_evicted: Requests evicted since the start.
-        num_freed: Blocks freed since the start.
-        num_freed_bytes: Bytes of them.
-        num_refused: Requests refused for their eviction settings since the start.
-        num_prompt_cuts: Cuts made in prompts before their end, since the start.
-        num_prompt_blocks: Blocks that these freed.
-        num_rounds: Rounds made while requests generated, since the start.
-        num_round_blocks: Blocks freed in them.
-        num_contexts: Compressed contexts that are held.
-        num_context_bytes: Bytes of them.
-        num_context_hits: Requests that found their context compressed since the start.
-        num_context_tokens: Tokens that these did not have to compute.
-        num_context_blocks: Blocks that had been dropped of what they found.
-        selection_seconds: Time spent selecting and packing since the start.
+        eviction: The metrics of eviction by name, of histograms the sum of what was observed.
         evicts: Whether the server has the metrics of eviction at all.
         model: Name of the model that is served.
         block_size: Tokens per block.
@@ -55,24 +43,10 @@ class Snapshot:
 
     num_blocks: int
     num_used: int
-    num_saved: int
     num_running: int
     num_waiting: int
     num_answered: int
-    num_evicted: int
-    num_freed: int
-    num_freed_bytes: int
-    num_refused: int
-    num_prompt_cuts: int
-    num_prompt_blocks: int
-    num_rounds: int
-    num_round_blocks: int
-    num_contexts: int
-    num_context_bytes: int
-    num_context_hits: int
-    num_context_tokens: int
-    num_context_blocks: int
-    selection_seconds: float
+    eviction: dict[str, float]
     evicts: bool
     model: str
     block_size: int
@@ -80,7 +54,7 @@ class Snapshot:
     @property
     def num_needed(self) -> int:
         """Blocks that the running requests would need with the full cache."""
-        return self.num_used + self.num_saved
+        return self.num_used + int(self.eviction["saved_blocks"])
 
     @classmethod
     def parse(cls, text: str) -> "Snapshot":
@@ -100,7 +74,7 @@ class Snapshot:
         ]
 
         def total(name: str) -> float:
-            return sum(sample.value for sample in samples if sample.name == f"vllm:{name}")
+            return sum(sample.value for sample in samples if sample.name == name)
 
         caches = [sample.labels for sample in samples if sample.name == "vllm:cache_config_info"]
         pools = {labels["engine"]: int(labels["num_gpu_blocks"]) - 1 for labels in caches}
@@ -114,25 +88,11 @@ class Snapshot:
         return cls(
             num_blocks=sum(pools.values()),
             num_used=used,
-            num_saved=int(total("kv_eviction_saved_blocks")),
-            num_running=int(total("num_requests_running")),
-            num_waiting=int(total("num_requests_waiting")),
-            num_answered=int(total("request_success_total")),
-            num_evicted=int(total("kv_eviction_requests_total")),
-            num_freed=int(total("kv_eviction_freed_blocks_total")),
-            num_freed_bytes=int(total("kv_eviction_freed_bytes_total")),
-            num_refused=int(total("kv_eviction_refusals_total")),
-            num_prompt_cuts=int(total("kv_eviction_prompt_cuts_total")),
-            num_prompt_blocks=int(total("kv_eviction_prompt_freed_blocks_total")),
-            num_rounds=int(total("kv_eviction_rounds_total")),
-            num_round_blocks=int(total("kv_eviction_round_freed_blocks_total")),
-            num_contexts=int(total("kv_eviction_contexts")),
-            num_context_bytes=int(total("kv_eviction_context_held_bytes")),
-            num_context_hits=int(total("kv_eviction_context_hits_total")),
-            num_context_tokens=int(total("kv_eviction_context_tokens_total")),
-            num_context_blocks=int(total("kv_eviction_context_blocks_total")),
-            selection_seconds=total("kv_eviction_selection_seconds_sum"),
-            evicts=any(sample.name.startswith("vllm:kv_eviction_") for sample in samples),
+            num_running=int(total("vllm:num_requests_running")),
+            num_waiting=int(total("vllm:num_requests_waiting")),
+            num_answered=int(total("vllm:request_success_total")),
+            eviction={name: total(metric.sample(name)) for name, metric in METRICS.items()},
+            evicts=any(sample.name.startswith(PREFIX) for sample in samples),
             model=", ".join(sorted(_labels(samples, "model_name"))),
             block_size=int(caches[0]["block_size"]),
         )
@@ -202,40 +162,35 @@ def render(snapshot: Snapshot, url: str) -> RenderableType:
     blocks = Table.grid(padding=(0, 2))
     for name, number, color in (
         ("blocks used", snapshot.num_used, "green"),
-        ("blocks saved", snapshot.num_saved, "cyan"),
+        ("blocks saved", snapshot.num_needed - snapshot.num_used, "cyan"),
         ("full cache", snapshot.num_needed, "yellow"),
         ("pool", snapshot.num_blocks, "white"),
     ):
         bar = Bar(max(scale, 1), 0, number, width=_BAR_WIDTH, color=color)
         share = f"{100 * number / snapshot.num_blocks:.0f} % of the pool"
         blocks.add_row(name, Text(str(number), justify="right"), bar, share)
-    requests = (
-        f"requests      {snapshot.num_running} running, {snapshot.num_waiting} waiting; "
-        f"{snapshot.num_evicted} evicted, {snapshot.num_refused} refused since the start"
+    found = snapshot.eviction
+    since = {name: int(value) for name, value in found.items()}
+    freed, held = (found[name] / 2**20 for name in ("freed_bytes", "context_held_bytes"))
+    requests = f"requests      {snapshot.num_running} running, {snapshot.num_waiting} waiting; "
+    lines = [requests + "{requests} evicted, {refusals} refused since the start"]
+    lines.append(
+        f"since start   {{freed_blocks}} blocks freed ({freed:.1f} MiB), "
+        f"{found['selection_seconds']:.2f} s spent selecting"
     )
-    freed = (
-        f"since start   {snapshot.num_freed} blocks freed "
-        f"({snapshot.num_freed_bytes / 2**20:.1f} MiB), {snapshot.selection_seconds:.2f} s spent "
-        "selecting"
-    )
-    contexts = (
-        f"contexts      {snapshot.num_contexts} held ({snapshot.num_context_bytes / 2**20:.1f} "
-        f"MiB); since the start {snapshot.num_context_hits} requests found theirs, "
-        f"{snapshot.num_context_tokens} tokens not prefilled"
-    )
-    lines = [requests, freed]
-    if snapshot.num_prompt_cuts:
+    if since["prompt_cuts"]:
         lines.append(
-            f"in prompts    {snapshot.num_prompt_cuts} cuts since the start, "
-            f"{snapshot.num_prompt_blocks} blocks freed before the prompts' ends"
+            "in prompts    {prompt_cuts} cuts since the start, {prompt_freed_blocks} blocks freed "
+            "before the prompts' ends"
         )
-    if snapshot.num_rounds:
+    if since["rounds"]:
+        lines.append("rounds        {rounds} since the start, {round_freed_blocks} blocks freed")
+    if since["contexts"] or since["context_hits"]:
         lines.append(
-            f"rounds        {snapshot.num_rounds} since the start, {snapshot.num_round_blocks} "
-            "blocks freed"
+            f"contexts      {{contexts}} held ({held:.1f} MiB); since the start {{context_hits}} "
+            "requests found theirs, {context_tokens} tokens not prefilled"
         )
-    if snapshot.num_contexts or snapshot.num_context_hits:
-        lines.append(contexts)
+    lines = [line.format_map(since) for line in lines]
     if not snapshot.evicts:
         lines = [requests.split(";")[0], "This server runs without --kv-eviction."]
     title = Text.assemble(("vllm-kvselect top", "bold"), f"   {snapshot.model} at {url}")

@@ -157,7 +157,7 @@ class Layers:
         self.num_heads = model.get_num_attention_heads(parallel)
         self.num_kv_heads = model.get_num_kv_heads(parallel)
         self.head_size, self.hidden_size = model.get_head_size(), model.get_hidden_size()
-        self.dtype, self.window = model.dtype, EvictionConfig().window
+        self.dtype, self.window = model.dtype, EvictionConfig(method="adakv-perturb").window
         self.random = torch.Generator(DEVICE).manual_seed(0)
         num_blocks = 1 + most * blocks_each
         shape = self.num_layers * num_blocks, self.num_kv_heads, self.block_size, 2 * self.head_size

@@ -51,7 +51,7 @@ def main(
         f"copies {machine.bandwidth / 1e12:.2f} TB/s, "
         f"multiplies {machine.rate / 1e12:.0f} TFLOP/s"
     )
-    config = EvictionConfig(budget=budget)
+    config = EvictionConfig(method="adakv-perturb", budget=budget)
 
     def timed_parts(length: int) -> tuple[int, list[tuple[Part, float]], str]:
         timed = [

@@ -169,6 +169,7 @@ def engine_settings(
     """What an engine is given, beside its model."""
     settings = {**DEFAULTS, **settings}
     if eviction is not None:
+        eviction = {"method": "adakv-perturb", **eviction}
         # The tiny model's probe the package has; weights without a file have none.
         has_weights = model != tiny_model() and any(model.glob("*.safetensors"))
         if has_weights and "probe" not in eviction:

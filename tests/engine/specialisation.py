@@ -110,7 +110,7 @@ def new_keys(values: dict[str, Any], methods: tuple[str, ...], seed: int) -> tup
     """Keys after the warm-up of a server, and those that its traffic adds."""
     recorder, draw = Recorder(), random.Random(seed)
     JITFunction.run = lambda kernel, *args, **given: recorder.run(kernel, *args, **given)
-    eviction = EvictionConfig.parse(values)
+    eviction = EvictionConfig.parse({"method": "adakv-perturb", **values})
     kernels = Kernels(
         **{
             part.name: both(getattr(cuda.KERNELS, part.name), getattr(REFERENCES, part.name))

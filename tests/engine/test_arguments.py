@@ -134,21 +134,34 @@ def test_numbers_are_read_as_vllm_reads_its_own(text: str) -> None:
 
 def test_help_shows_what_holds_where_an_option_is_not_given() -> None:
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    (group,) = [group for group in parser._action_groups if group.title == "KVEviction"]
+    (group,) = [group for group in parser._action_groups if group.title == "KV-Eviction"]
     formatter = parser._get_formatter()
     formatter.add_arguments(group._group_actions)
     text = " ".join(formatter.format_help().split())
     for option, default in (
-        ("--kv-eviction {none", "none"),
-        ("--kv-eviction-budget", EvictionConfig().budget),
-        ("--kv-eviction-window", EvictionConfig().window),
-        ("--kv-eviction-alpha", EvictionConfig().alpha),
+        ("--kv-eviction METHOD", "auto with another of these options, else none"),
+        ("--kv-eviction-budget", EvictionConfig(method="none").budget),
+        ("--kv-eviction-window", EvictionConfig(method="none").window),
+        ("--kv-eviction-alpha", EvictionConfig(method="none").alpha),
         ("--kv-eviction-allow-override", "nothing"),
         ("--kv-eviction-check-integrity", "off"),
     ):
         help_text = text.split(f"{option}", 1)[1].split(" --kv-", 1)[0]
         assert help_text.endswith(f"(default: {default})")
     assert "None" not in text
+    # Operators' come first.
+    assert text.index("--kv-eviction-config") < text.index("--kv-eviction-window")
+    assert text.index("--kv-prefill-budget") < text.index("--kv-eviction-config")
+
+
+def test_vllms_help_finds_the_options_by_their_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help=kv-eviction"])
+    text = capsys.readouterr().out
+    assert text.index("--kv-eviction-budget") < text.index("--kv-prefill-dense-until")
 
 
 def test_options_and_additional_config_are_merged_where_they_agree() -> None:
@@ -232,9 +245,27 @@ def test_bad_options_end_with_one_line(
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_options_without_a_method_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--kv-eviction-budget has no effect without"):
-        parse("--kv-eviction-budget", "512")
+@pytest.mark.parametrize(
+    ("command", "method"),
+    [
+        (("--kv-eviction-budget", "512"), "layer-probe"),
+        (("--kv-eviction-allow-override", "method"), "layer-probe"),
+        (("--additional-config", '{"kv_eviction": {}}'), "layer-probe"),
+        (("--kv-prefill", "critiprefill", "--kv-eviction-budget", "512"), "layer-probe"),
+        (("--kv-prefill", "critiprefill"), "none"),
+        (("--kv-prefill-budget", "512", "--kv-eviction-allow-override", "prefill"), "none"),
+    ],
+)
+def test_where_no_method_is_named_auto_chooses_one_unless_all_is_of_the_prefill(
+    command: tuple[str, ...], method: str
+) -> None:
+    config: Any = parse(*command).create_engine_config()
+    assert config.additional_config["kv_eviction"]["method"] == method
+
+
+def test_settings_of_a_sparse_prefill_that_nobody_asks_for_are_refused() -> None:
+    with pytest.raises(ConfigError, match="prefill_budget = 512 has no effect without prefill"):
+        parse("--kv-prefill-budget", "512").create_engine_config()
 
 
 def test_integrity_check_takes_the_place_of_the_scheduler() -> None:

@@ -1,4 +1,4 @@
-"""`--kv-eviction auto` takes the best method that a model allows, and says which and why."""
+"""`auto` takes the best method that a model allows, and says which and why."""
 
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,12 @@ def test_without_a_probe_the_best_that_can_be_made_in_rounds_is_taken(
     command = (*AUTO, *without_tokenizer(llama), *IN_ROUNDS)
     assert chosen(*command) == "thetakv"
     (_, choice), *_ = said(caplog, *command)
-    assert "not layer-defensivekv: with a decode budget, it compares a token over heads" in choice
+    assert "not layer-defensivekv: with decode_budget, it compares a token over heads" in choice
+
+
+def test_without_a_probe_the_best_that_can_cut_prompts_is_taken(llama: Path) -> None:
+    options = ("--kv-eviction-prompt-interval", "128")
+    assert chosen(*AUTO, *without_tokenizer(llama), *options) == "thetakv"
 
 
 def test_where_layers_cannot_share_pages_heads_of_a_layer_do() -> None:

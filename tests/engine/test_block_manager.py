@@ -24,7 +24,7 @@ from vllm_kvselect.planning import plan as plan_module
 from vllm_kvselect.planning.cuts import Cut, Cuts, cuts
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
-EVICTION = EvictionConfig(budget=64, window=8)
+EVICTION = EvictionConfig(method="adakv-perturb", budget=64, window=8)
 
 
 class Cache:
@@ -209,7 +209,11 @@ def test_prompts_that_drop_nothing_are_vllms_own() -> None:
 
 
 def test_every_request_is_planned_with_its_own_settings() -> None:
-    cache = Cache(EvictionConfig(budget=64, window=8, allow_override=("method", "budget")))
+    cache = Cache(
+        EvictionConfig(
+            method="adakv-perturb", budget=64, window=8, allow_override=("method", "budget")
+        )
+    )
     settings: list[dict[str, Any]] = [
         {},
         {"kv_eviction_budget": 128},
@@ -223,7 +227,9 @@ def test_every_request_is_planned_with_its_own_settings() -> None:
         request = cache.request(f"r{number}", prompt, **extra_args)
         cache.schedule(request, 300)
         cache.decode(request, 20)
-        own = budget and cuts(300, BLOCK_SIZE, EvictionConfig(budget=budget, window=8))
+        own = budget and cuts(
+            300, BLOCK_SIZE, EvictionConfig(method="adakv-perturb", budget=budget, window=8)
+        )
         num_freed = own.num_freed(300) if own else 0
         assert cache.table(request).count(0) == num_freed
         blocks = cache.manager.req_to_blocks[request.request_id]

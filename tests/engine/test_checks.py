@@ -126,6 +126,7 @@ def plugins() -> None:
 
 def create(eviction: dict[str, Any], **settings: Any) -> Any:
     settings = {"model": str(tiny_model()), "max_model_len": 2048, **settings}
+    eviction = {"method": "adakv-perturb", **eviction}
     args = EngineArgs(**settings, additional_config={"kv_eviction": eviction})
     return args.create_engine_config()
 
@@ -277,13 +278,13 @@ def test_what_drafters_exclude(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     vllm_config = drafting("ngram")
-    refuse_unsupported(vllm_config, EvictionConfig())
+    refuse_unsupported(vllm_config, EvictionConfig(method="adakv-perturb"))
     vllm_config.speculative_config.method = method
     if method != "medusa":
-        refuse_unsupported(vllm_config, EvictionConfig())
+        refuse_unsupported(vllm_config, EvictionConfig(method="adakv-perturb"))
     change(vllm_config)
     with pytest.raises(ConfigError, match=message):
-        refuse_unsupported(vllm_config, EvictionConfig(**eviction))
+        refuse_unsupported(vllm_config, EvictionConfig(**{"method": "adakv-perturb", **eviction}))
 
 
 def drafting(method: str, **settings: Any) -> VllmConfig:
@@ -304,7 +305,7 @@ def test_a_drafter_lies_in_the_group_of_its_target(gemma: dict[str, Any]) -> Non
         with pytest.raises(ConfigError, match=r"as many heads as the model's, behind these; leave"):
             refuse_drafter_apart(groups, {"b", "c"})
     with pytest.raises(ConfigError, match="drafters with layers were not tried beside sliding"):
-        refuse_unsupported(drafting("eagle", **gemma), EvictionConfig())
+        refuse_unsupported(drafting("eagle", **gemma), EvictionConfig(method="adakv-perturb"))
 
 
 def test_the_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,10 +372,10 @@ def test_parallelism_and_other_workers_are_refused(
     section: str, name: str, value: Any, message: str
 ) -> None:
     vllm_config = create({"method": "none"}, block_size=32)
-    refuse_unsupported(vllm_config, EvictionConfig())
+    refuse_unsupported(vllm_config, EvictionConfig(method="adakv-perturb"))
     setattr(getattr(vllm_config, section), name, value)
     with pytest.raises(ConfigError, match=message):
-        refuse_unsupported(vllm_config, EvictionConfig())
+        refuse_unsupported(vllm_config, EvictionConfig(method="adakv-perturb"))
 
 
 def test_ray_is_accepted_where_vllm_supports_it_and_not_its_older_executor(
@@ -383,11 +384,11 @@ def test_ray_is_accepted_where_vllm_supports_it_and_not_its_older_executor(
     vllm_config = create({"method": "none"}, block_size=32)
     vllm_config.parallel_config.distributed_executor_backend = "ray"
     monkeypatch.setattr(type(current_platform), "ray_device_key", "GPU")
-    refuse_unsupported(vllm_config, EvictionConfig())
+    refuse_unsupported(vllm_config, EvictionConfig(method="adakv-perturb"))
     chosen = {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": lambda: False}  # unknown to vLLM 0.33
     monkeypatch.setattr(envs, "environment_variables", {**envs.environment_variables, **chosen})
     with pytest.raises(ConfigError, match=r"older Ray executor.*unset VLLM_USE_RAY_V2"):
-        refuse_unsupported(vllm_config, EvictionConfig())
+        refuse_unsupported(vllm_config, EvictionConfig(method="adakv-perturb"))
 
 
 @pytest.fixture
@@ -406,7 +407,8 @@ def test_sliding_windows_beside_full_attention_and_what_they_exclude(gemma: dict
         create({}, pipeline_parallel_size=2, **gemma)
 
 
-EVICTION = EvictionConfig()
+EVICTION = EvictionConfig(method="adakv-perturb")
+PAPERS = {"kv_eviction": {"method": "adakv-perturb"}}
 SHAPE: dict[str, Any] = {"eviction": EVICTION, "head_size": 64, "dtype": torch.float32}
 ONE = HeadwiseSpec(block_size=32, num_kv_heads=1, **SHAPE)
 TWO = HeadwiseSpec(block_size=32, num_kv_heads=2, **SHAPE)
@@ -471,7 +473,7 @@ def test_only_layers_with_full_attention_count_beside_states(
     num_heads = SMALL["num_key_value_heads"]
     assert report.block_entries(config) == 32 * num_heads * kinds.count("full_attention")
     assert f"layer with full attention, {kinds.count('full_attention')} of 2 (window" in (
-        report.describe(config, EvictionConfig())
+        report.describe(config, EvictionConfig(method="adakv-perturb"))
     )
 
 
@@ -507,7 +509,7 @@ def test_states_of_kinds_that_were_not_tried_are_refused(tmp_path: Path) -> None
 
 
 def test_nodes_that_do_not_plan_alike_are_refused() -> None:
-    mine, theirs = ONE.eviction, EvictionConfig(budget=100)
+    mine, theirs = ONE.eviction, EvictionConfig(method="adakv-perturb", budget=100)
     other = replace(ONE, eviction=theirs)
     stock = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
     assert HeadwiseSpec.merge([ONE, ONE]) == ONE
@@ -585,7 +587,7 @@ def test_cuda_gets_its_worker_and_flash_attention_or_what_the_user_asked_for(
 ) -> None:
     on_cuda.cache_config.cache_dtype = "fp8"
     on_cuda.attention_config.backend = asked
-    engine_args = EngineArgs(str(tiny_model()), additional_config={"kv_eviction": {}})
+    engine_args = EngineArgs(str(tiny_model()), additional_config=PAPERS)
     num_bytes = report.block_bytes(on_cuda)
     arguments.after_engine_config(engine_args, on_cuda)
     module, _, name = on_cuda.parallel_config.worker_cls.rpartition(".")
@@ -599,7 +601,7 @@ def test_cuda_gets_its_worker_and_flash_attention_or_what_the_user_asked_for(
 
 
 def test_chunks_that_a_graph_would_hide_are_refused(on_cuda: VllmConfig) -> None:
-    eviction, scheduling = EvictionConfig(), on_cuda.scheduler_config
+    eviction, scheduling = EvictionConfig(method="adakv-perturb"), on_cuda.scheduler_config
     scheduling.long_prefill_token_threshold = 2
     refuse_unsupported(on_cuda, eviction)  # without graphs
     on_cuda.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
@@ -646,7 +648,7 @@ def test_the_first_backend_that_takes_the_model_is_taken(
     monkeypatch.setattr(on_cuda.model_config, "dtype", change.get("dtype", torch.bfloat16))
     if "model_type" in change:
         monkeypatch.setattr(on_cuda.model_config.hf_text_config, "model_type", "gpt_oss")
-    engine_args = EngineArgs(str(tiny_model()), additional_config={"kv_eviction": {}})
+    engine_args = EngineArgs(str(tiny_model()), additional_config=PAPERS)
     arguments.after_engine_config(engine_args, on_cuda)
     assert on_cuda.attention_config.backend is AttentionBackendEnum[expected]
 
@@ -659,7 +661,7 @@ def test_a_model_that_no_backend_takes_is_refused_with_their_reasons(
     triton = AttentionBackendEnum.TRITON_ATTN.get_class()
     monkeypatch.setattr(triton, "supports_dtype", lambda _: False)
     with pytest.raises(ConfigError, match=r"FLASH_ATTN \(.*\), TRITON_ATTN \(.*\); serve it"):
-        refuse_unsupported(on_cuda, EvictionConfig())
+        refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb"))
 
 
 def test_rounds_beside_drafts_that_the_host_counts_too_early_are_refused(
@@ -667,15 +669,15 @@ def test_rounds_beside_drafts_that_the_host_counts_too_early_are_refused(
 ) -> None:
     on_cuda.speculative_config = SimpleNamespace(method="eagle", num_speculative_tokens=2)
     with pytest.raises(ConfigError, match=r"'eagle' is not supported here; choose 'ngram'"):
-        refuse_unsupported(on_cuda, EvictionConfig())
+        refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb"))
     on_cuda.speculative_config.method = "ngram"
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
     on_cuda.scheduler_config.async_scheduling = True
-    refuse_unsupported(on_cuda, EvictionConfig())
+    refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb"))
     with pytest.raises(ConfigError, match=r"decode_budget .*--no-async-scheduling"):
-        refuse_unsupported(on_cuda, EvictionConfig(decode_budget=512))
+        refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb", decode_budget=512))
     on_cuda.scheduler_config.async_scheduling = False
-    refuse_unsupported(on_cuda, EvictionConfig(decode_budget=512))
+    refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb", decode_budget=512))
 
 
 @pytest.mark.parametrize(
@@ -710,21 +712,21 @@ def test_rounds_beside_drafts_that_the_host_counts_too_early_are_refused(
     ],
 )
 def test_settings_that_are_refused_on_cuda(change: Any, message: str, on_cuda: VllmConfig) -> None:
-    refuse_unsupported(on_cuda, EvictionConfig())
+    refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb"))
     change(on_cuda)
     with pytest.raises(ConfigError, match=message):
-        refuse_unsupported(on_cuda, EvictionConfig())
+        refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb"))
 
 
 def test_rounds_are_made_on_cuda(on_cuda: VllmConfig) -> None:
-    refuse_unsupported(on_cuda, EvictionConfig(decode_budget=512))
+    refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb", decode_budget=512))
 
 
 def test_other_platforms_are_refused(on_cuda: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaPlatform, "is_cuda", lambda: False)
     monkeypatch.setattr(CudaPlatform, "device_name", "rocm")
     with pytest.raises(ConfigError, match=r"platform 'rocm' has no backend yet; accepted: 'cpu'"):
-        refuse_unsupported(on_cuda, EvictionConfig())
+        refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb"))
 
 
 def test_every_problem_is_named_at_once() -> None:

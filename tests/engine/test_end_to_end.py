@@ -49,7 +49,7 @@ def test_decoding_requests_hold_the_blocks_of_their_plan(
         with blocks_held(engine) as held:
             engine.generate([prompt], max_tokens=200)
         assert engine.blocks_in_use() == 0
-    (cut,) = cuts(1500, 32, EvictionConfig(budget=256))
+    (cut,) = cuts(1500, 32, EvictionConfig(method="adakv-perturb", budget=256))
     decode_blocks = [-(-(1500 + i) // 32) - cut.first_packed for i in range(1, 200)]
     # One step prefills with every block held, from the next one on the plan's blocks remain.
     assert held[0] == 47
@@ -140,7 +140,10 @@ def test_a_pool_holds_the_blocks_of_a_uniform_method(
     assert held["pyramidkv"] == held["layer-defensivekv"] == held["snapkv"]
     # Where the layers' runs end: all pages are handed out, and to some layers more than to others.
     ends = state.offsets[state.offsets[:, -1, -1] > 0, :, -1]
-    assert (ends[:, -1] == 4 * 3 * cuts(1000, 32, EvictionConfig(budget=256))[0].num_packed).all()
+    assert (
+        ends[:, -1]
+        == 4 * 3 * cuts(1000, 32, EvictionConfig(method="adakv-perturb", budget=256))[0].num_packed
+    ).all()
     assert ends.diff(dim=1).unique().numel() > 1
 
 

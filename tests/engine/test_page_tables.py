@@ -87,7 +87,7 @@ def test_prompts_packed_into_the_same_blocks_are_seen(state: RetentionState) -> 
     tables = PageTables(state, BLOCK_SIZE)
     rows = settled([26])
     assert_up_to_date(tables, rows, state)
-    request = Request(planned(300, 32, EvictionConfig(budget=128)))
+    request = Request(planned(300, 32, EvictionConfig(method="adakv-perturb", budget=128)))
     state.complete([(request, request.plan.cuts[0])], torch.tensor([1]))
     state.offsets[rows.first_packed_blocks] = torch.tensor(
         [[0, 2, 3, 6], [6, 8, 9, 12]], dtype=torch.int32

@@ -208,7 +208,8 @@ def test_nodes_with_other_options_do_not_start(
 ) -> None:
     settings = {"skip_tokenizer_init": True, **SETTINGS[kind], **two_nodes()}
     settings = engine_settings({"budget": BUDGET}, 100, model=llama, **settings)
-    others = {**settings, "additional_config": {"kv_eviction": {"budget": BUDGET + 1}}}
+    other = {"method": "adakv-perturb", "budget": BUDGET + 1}
+    others = {**settings, "additional_config": {"kv_eviction": other}}
     with second_node(tmp_path, llama, others):
         first = first_node(llama, settings)
     assert first.returncode != 0

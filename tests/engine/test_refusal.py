@@ -48,7 +48,7 @@ def start(*command: str) -> None:
     ("command", "reason"),
     [
         (("--kv-eviction-config", "nowhere.yaml"), "cannot read nowhere.yaml: No such file"),
-        (("--kv-eviction-budget", "512"), "--kv-eviction-budget has no effect without"),
+        (("--kv-prefill-budget", "512"), "prefill_budget = 512 has no effect without prefill"),
         ((*ADAKV, "--kv-eviction-budget", "40"), "budget = 40 retains 40 entries"),
         ((*ADAKV, "--block-size", "48"), "block_size = 48 is not accepted; use a multiple"),
         ((*ADAKV, "--worker-cls", "my.Worker"), "worker_cls = 'my.Worker' replaces the worker"),

@@ -14,7 +14,7 @@ from vllm_kvselect.engine.notice import StepNotice
 from vllm_kvselect.planning.cuts import cuts
 
 BLOCK_SIZE = 32
-SERVER = EvictionConfig(budget=128, allow_override=("method", "budget"))
+SERVER = EvictionConfig(method="adakv-perturb", budget=128, allow_override=("method", "budget"))
 
 
 def message(*new: tuple[str, int, Any], **changes: Any) -> SchedulerOutput:
@@ -65,7 +65,9 @@ def test_each_prompt_has_the_cut_of_its_own_settings() -> None:
         )
     )
     for name, budget in (("a", 128), ("b", 256)):
-        assert live[name].plan.cuts == cuts(500, BLOCK_SIZE, EvictionConfig(budget=budget))
+        assert live[name].plan.cuts == cuts(
+            500, BLOCK_SIZE, EvictionConfig(method="adakv-perturb", budget=budget)
+        )
         assert live[name].next_cut == live[name].plan.cuts[0]
     assert live["c"].next_cut is live["d"].next_cut is None
     assert [live[name].plan.num_prompt_tokens for name in "abcd"] == [500] * 4
@@ -109,7 +111,7 @@ def test_a_pause_puts_another_progress_in_the_place_of_the_old_one(pause: dict[s
 
 
 def test_only_the_scheduler_says_that_a_context_was_found() -> None:
-    live = LiveRequests(EvictionConfig(budget=64, context=320), BLOCK_SIZE)
+    live = LiveRequests(EvictionConfig(method="adakv-perturb", budget=64, context=320), BLOCK_SIZE)
     first = message(("a", 500, None), ("b", 500, None))
     for new in first.scheduled_new_reqs:
         new.num_computed_tokens = 320
@@ -142,7 +144,9 @@ def test_what_remembers_numbers_looks_through_no_queries(method: str, first: int
 
 
 def test_rounds_are_due_when_what_comes_before_them_is_computed() -> None:
-    live = LiveRequests(EvictionConfig(budget=1.0, decode_budget=128), BLOCK_SIZE)
+    live = LiveRequests(
+        EvictionConfig(method="adakv-perturb", budget=1.0, decode_budget=128), BLOCK_SIZE
+    )
     new = message(("a", 100, None))
     new.scheduled_new_reqs[0].sampling_params = SamplingParams(max_tokens=500)
     live.update(new)
@@ -174,7 +178,9 @@ def test_rounds_are_due_when_what_comes_before_them_is_computed() -> None:
 
 
 def test_block_tables_are_followed_where_rounds_need_them() -> None:
-    live = LiveRequests(EvictionConfig(budget=1.0, decode_budget=128), BLOCK_SIZE)
+    live = LiveRequests(
+        EvictionConfig(method="adakv-perturb", budget=1.0, decode_budget=128), BLOCK_SIZE
+    )
     first = message(("a", 100, None), ("b", 100, None))
     for new, max_tokens in zip(first.scheduled_new_reqs, (500, 20), strict=True):
         new.block_ids = ([5, 6, 7, 8],)

@@ -194,6 +194,7 @@ def test_what_a_request_asks_for_is_judged_as_a_whole_in_any_order(
     stock_config: VllmConfig, defaults: dict[str, Any], own: dict[str, Any]
 ) -> None:
     values: dict[str, Any] = {"turn_start": [1], "allow_override": [*OVERRIDE_NAMES]}
+    values["method"] = "adakv-perturb"
     for key, value in defaults.items():
         more = values | {REQUEST_KEYS[key]: value}
         if can_be_served(stock_config, more):

@@ -28,7 +28,7 @@ PROMPT_LEN = 1500
 
 
 def test_a_long_prompt_holds_the_blocks_of_its_plan(server: str, text_tokens: list[int]) -> None:
-    (cut,) = cuts(PROMPT_LEN, BLOCK_SIZE, EvictionConfig(budget=256))
+    (cut,) = cuts(PROMPT_LEN, BLOCK_SIZE, EvictionConfig(method="adakv-perturb", budget=256))
     num_prompt_blocks = -(-PROMPT_LEN // BLOCK_SIZE)
     first = -(-(PROMPT_LEN + 1) // BLOCK_SIZE) - cut.first_packed
     assert (first, num_prompt_blocks) == (9, 47)

@@ -41,7 +41,9 @@ def change(before: dict[str, float], after: dict[str, float], name: str) -> floa
 
 
 def num_freed(num_prompt_tokens: int, **values: Any) -> int:
-    planned = cuts(num_prompt_tokens, BLOCK_SIZE, EvictionConfig(**values))
+    planned = cuts(
+        num_prompt_tokens, BLOCK_SIZE, EvictionConfig(**{"method": "adakv-perturb", **values})
+    )
     return planned.num_freed(num_prompt_tokens)
 
 
@@ -261,7 +263,7 @@ def test_top_shows_what_the_server_says(server: str, text_tokens: list[int]) -> 
         *_, (held, snapshot, _) = readings(frame, lambda f: 0 < f[0] == f[2] < 47)
     assert (snapshot.num_running, snapshot.num_waiting) == (1, 0)
     assert snapshot.num_used == held
-    assert snapshot.num_saved == num_freed(1500, budget=256) == 38
+    assert snapshot.eviction["saved_blocks"] == num_freed(1500, budget=256) == 38
     assert snapshot.num_needed == held + 38
     readings(lambda: blocks_held(server), lambda number: number == 0)
     result = CliRunner().invoke(app, ["top", "--once", "--url", server], env={"COLUMNS": "120"})
@@ -315,7 +317,7 @@ def test_two_front_ends_refuse_and_count_together(
     assert found["vllm:kv_eviction_refusals_total not_allowed"] == 8
     assert found["vllm:kv_eviction_freed_blocks_total"] == 4 * num_freed(800, budget=256)
     assert found["vllm:kv_eviction_retained_ratio_count"] == 4
-    assert Snapshot.fetch(url).num_evicted == 4
+    assert Snapshot.fetch(url).eviction["requests"] == 4
 
 
 def test_an_engine_finds_what_its_sibling_compressed(

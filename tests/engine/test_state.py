@@ -7,8 +7,8 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.engine.drop.state import RetentionState
 
-ONCE = EvictionConfig(budget=128)
-TWICE = EvictionConfig(budget=128, decode_budget=128, decode_interval=32)
+ONCE = EvictionConfig(method="adakv-perturb", budget=128)
+TWICE = EvictionConfig(method="adakv-perturb", budget=128, decode_budget=128, decode_interval=32)
 
 
 def test_cuts_of_several_requests_are_stored_and_completed_together() -> None:

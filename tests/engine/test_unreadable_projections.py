@@ -43,7 +43,7 @@ def start(
         enforce_eager=True,
         skip_tokenizer_init=True,
         kv_cache_memory_bytes=2**24,
-        additional_config={"kv_eviction": {"budget": 96, **eviction}},
+        additional_config={"kv_eviction": {"method": "adakv-perturb", "budget": 96, **eviction}},
     )
 
 

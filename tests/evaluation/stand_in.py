@@ -45,7 +45,9 @@ class StandIn:
         (prompt,) = [body["prompt"]] if isinstance(body["prompt"][0], int) else body["prompt"]
         num_tokens = min(self.num_tokens, body["max_tokens"])
         try:
-            asked = request_config(self.eviction or EvictionConfig(), body.get("vllm_xargs"))
+            asked = request_config(
+                self.eviction or EvictionConfig(method="adakv-perturb"), body.get("vllm_xargs")
+            )
         except RequestError as error:
             return 400, {"error": {"message": str(error)}}
         with self.lock:

@@ -105,7 +105,10 @@ def held_of(
         False,
         OutputProjection(*(part[None] for part in projection_of(dtype, head_size)[:2])),
     )
-    window, num_competing = EvictionConfig().window, NUM_TOKENS - BLOCK_SIZE * 4
+    window, num_competing = (
+        EvictionConfig(method="adakv-perturb").window,
+        NUM_TOKENS - BLOCK_SIZE * 4,
+    )
     query = torch.empty(1, 1, window, KV_HEADS * GROUP, head_size, dtype=dtype)
     absent = torch.zeros(1, KV_HEADS, dtype=torch.int64)
     given = num_competing, BLOCK_SIZE, [0], [window + 3], True, query, None, [0], [0]
@@ -121,7 +124,7 @@ def launch_quantized(head_size: int) -> None:
 
 def launch_products(dtype: torch.dtype, head_size: int, is_quantized: bool = False) -> None:
     """Calls what multiplies tiles."""
-    held, config = held_of(dtype, head_size, is_quantized), EvictionConfig()
+    held, config = held_of(dtype, head_size, is_quantized), EvictionConfig(method="adakv-perturb")
     scores = cuda.snapkv_scores(held, config)
     budgets = torch.full((KV_HEADS,), 1024)
     cuda.select_pruned(held, scores, scores, budgets, [KV_HEADS * 1024], 0.5, 1e-4)
@@ -145,7 +148,7 @@ def move(dtype: torch.dtype, head_size: int) -> None:
 
 def launch_all(dtype: torch.dtype, head_size: int) -> None:
     """Calls every twin once."""
-    config = EvictionConfig()
+    config = EvictionConfig(method="adakv-perturb")
     held = held_of(dtype, head_size)
     scores = cuda.snapkv_scores(held, config)
     cuda.mean_attention(held, config)

@@ -63,7 +63,9 @@ def test_keys_that_repeat_others(
         inputs = replace(inputs, num_absent=some_absent(shape, seed))
     exact = replace(inputs, query=inputs.query.double(), key=inputs.key.double())
     threshold = gap_between_cosines(exact.key, data.draw(st.floats(0, 0.9)))
-    config = EvictionConfig(r_kv_lam=0.0, r_kv_threshold=threshold, window=shape.window)
+    config = EvictionConfig(
+        method="adakv-perturb", r_kv_lam=0.0, r_kv_threshold=threshold, window=shape.window
+    )
     scores = cpu.KERNELS.scorer(r_kv.r_kv_scores)(inputs, config)
     assert scores.dtype == torch.float32
     # A cosine of n products is off by n eps, a mean of cosines by as many more as there are. A
@@ -92,7 +94,7 @@ def test_prompts_longer_than_what_is_kept_are_scored_alike(num_tokens: int) -> N
     generator = torch.Generator().manual_seed(num_tokens)
     query = torch.randn(32, 3, 16, generator=generator)
     key = torch.randn(1, num_tokens, 16, generator=generator)
-    config = EvictionConfig(kernel_size=1)
+    config = EvictionConfig(method="adakv-perturb", kernel_size=1)
     expected = snapkv.snapkv_scores(scoring_inputs(query.double(), key.double(), 0.25), config)
     scores = cpu.snapkv_scores(scoring_inputs(query, key, 0.25), config)
     # Logits stay below 16 here, and so does the sum of magnitudes times the scale below 64.
@@ -105,7 +107,7 @@ def test_exponentials_are_exact_to_a_few_digits_of_float32_over_their_whole_rang
     logits = torch.cat((torch.linspace(-80, 0, 4001), torch.zeros(1)))
     key = torch.stack((logits, torch.zeros_like(logits)), dim=-1)[None]
     query = torch.tensor([[[1.0, 0.0]]])
-    config = EvictionConfig(window=1, kernel_size=1)
+    config = EvictionConfig(method="adakv-perturb", window=1, kernel_size=1)
     scores = cpu.snapkv_scores(scoring_inputs(query, key, 1.0), config)[0]
     expected = torch.softmax(logits.double(), dim=0)[:-1]
     # A logit of 80 in units of log 2 is rounded to half a unit in its last place: 115 eps / 2.

@@ -16,7 +16,10 @@ NUM_HEADS, NUM_TOKENS, BLOCK_SIZE, NUM_PACKED = 8, 4096, 32, 16
 SIZES = [(1, 1), (4, 1), (32, 1), (4, 8), (32, 8)]
 """Layers, and requests that are due."""
 
-BLENDED, LEAST = EvictionConfig(), EvictionConfig(floor="minimum")
+BLENDED, LEAST = (
+    EvictionConfig(method="adakv-perturb"),
+    EvictionConfig(method="adakv-perturb", floor="minimum"),
+)
 
 
 def segments(num_layers: int, num_requests: int) -> torch.Tensor:

@@ -91,7 +91,7 @@ def test_rows_are_scored_through_their_pages(
 
     What is expected is computed row by row, from entries that are read by the layer's own reader.
     """
-    config = EvictionConfig.parse({"window": world.window, **values})
+    config = EvictionConfig.parse({"method": "snapkv", "window": world.window, **values})
     numbers = scorer is probe.probe_scores and world.absent
     held, exact = world.held(numbers=numbers), world.held(wide=True, numbers=numbers)
     exact = replace(exact, make_paged=None)

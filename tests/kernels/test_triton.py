@@ -90,7 +90,9 @@ def test_of_the_window_alone_nothing_is_scored() -> None:
     inputs = scoring_inputs(
         torch.ones(3, 2, 16, device=DEVICE), torch.ones(1, 3, 16, device=DEVICE)
     )
-    scores = BACKEND.scores(snapkv.snapkv_scores, inputs, EvictionConfig(window=3))
+    scores = BACKEND.scores(
+        snapkv.snapkv_scores, inputs, EvictionConfig(method="adakv-perturb", window=3)
+    )
     assert scores.shape == (1, 0)
 
 
@@ -101,7 +103,7 @@ def test_keys_of_an_fp8_cache_are_scored_as_the_numbers_that_they_stand_for(
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(3, 4, 16, generator=generator).bfloat16().to(DEVICE)
     key = torch.randn(2, 60, 16, generator=generator).to(dtype).to(DEVICE)
-    config = EvictionConfig(window=3)
+    config = EvictionConfig(method="adakv-perturb", window=3)
     expected = snapkv.snapkv_scores(scoring_inputs(query.double(), key.double(), 0.25), config)
     scores = BACKEND.scores(snapkv.snapkv_scores, scoring_inputs(query, key, 0.25), config)
     torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=0)

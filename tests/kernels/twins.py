@@ -90,6 +90,7 @@ def test_scores_of_the_window(
     options = {"pooling": pooling, "group_reduction": reduction}
     config = EvictionConfig.parse(
         {
+            "method": "snapkv",
             "window": shape.window,
             "kernel_size": kernel_size,
             **(options if scorer is snapkv.snapkv_scores else {}),
@@ -121,7 +122,7 @@ def test_windows_of_one_query_and_of_more_than_a_tile(backend: Backend, window: 
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(window, 2, 16, generator=generator).to(backend.device)
     key = torch.randn(1, 200, 16, generator=generator).to(backend.device)
-    config = EvictionConfig(window=window, kernel_size=1)
+    config = EvictionConfig(method="adakv-perturb", window=window, kernel_size=1)
     expected = snapkv.snapkv_scores(scoring_inputs(query.double(), key.double(), 0.25), config)
     scores = backend.scores(snapkv.snapkv_scores, scoring_inputs(query, key, 0.25), config)
     torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=0)
@@ -139,7 +140,7 @@ def test_probed_scores(
     inputs = probe_inputs(shape, seed, dtype, kind, backend.device)
     # The last one is the window.
     competing = replace(inputs, value=inputs.value[:, :-1], first_position=first_position)
-    config = EvictionConfig.parse({"num_sinks": 0, "window": 1})
+    config = EvictionConfig.parse({"method": "adakv-perturb", "num_sinks": 0, "window": 1})
     scores = backend.scores(probe.probe_scores, competing, config)
     check_probed(scores, replace(competing, key=inputs.key[:, :-1]), first_position)
 
@@ -297,7 +298,9 @@ def test_allocation(
     num_tokens = max(num_packed) * block_size + more
     scores = backend.ranked(seed, len(num_packed) * heads, num_tokens, tied)
     scores = scores.unflatten(0, (len(num_packed), heads))
-    config = EvictionConfig.parse({"safeguard": safeguard, "floor": floor})
+    config = EvictionConfig.parse(
+        {"method": "adakv-perturb", "safeguard": safeguard, "floor": floor}
+    )
     pages = backend.kernels.adaptive_pages(scores, num_packed, block_size, config)
     assert pages.tolist() == [
         oracle.adaptive_pages(segment.tolist(), each, block_size, safeguard, floor)
@@ -319,7 +322,7 @@ def test_pages_of_256_heads_are_the_references(backend: Backend, num_values: int
     """Of few values nearly all are ties, among tokens and among heads."""
     generator = torch.Generator().manual_seed(num_values)
     scores = torch.randint(num_values, (1, 256, 20), generator=generator).float()
-    given = (scores.to(backend.device), [1], 8, EvictionConfig())
+    given = (scores.to(backend.device), [1], 8, EvictionConfig(method="adakv-perturb"))
     expected = REFERENCES.adaptive_pages(*given)
     assert torch.equal(backend.kernels.adaptive_pages(*given), expected)
     assert int(expected.sum()) == 256
@@ -337,7 +340,9 @@ def test_the_lower_head_gets_a_page_that_two_heads_share(backend: Backend) -> No
     """Two heads have six of the twelve best entries each, a page and a half."""
     scores = torch.zeros(1, 3, 8)
     scores[0, 1:, :6] = 1.0
-    pages = backend.kernels.shared_pages(scores.to(backend.device), [1], 4, EvictionConfig())
+    pages = backend.kernels.shared_pages(
+        scores.to(backend.device), [1], 4, EvictionConfig(method="adakv-perturb")
+    )
     assert pages.tolist() == [[0, 2, 1]]
 
 

@@ -27,7 +27,7 @@ budgets = st.one_of(st.integers(1, 3500), st.floats(0.001, 1.0))
 
 
 def make(budget: int | float, window: int) -> EvictionConfig:
-    return EvictionConfig.parse({"budget": budget, "window": window})
+    return EvictionConfig.parse({"method": "adakv-perturb", "budget": budget, "window": window})
 
 
 def retained(num_prompt_tokens: int, block_size: int, config: EvictionConfig) -> int:
@@ -213,7 +213,7 @@ def test_a_context_is_cut_at_its_last_block_border_as_if_the_prompt_ended_there(
 
 
 def test_what_follows_a_context_does_not_move_its_cut() -> None:
-    config = EvictionConfig.parse({"budget": 0.25, "context": 1000})
+    config = EvictionConfig.parse({"method": "adakv-perturb", "budget": 0.25, "context": 1000})
     (first,) = cuts(1000, 32, config)
     assert first.position == 992
     assert {cuts(length, 32, config) for length in range(1000, 1300)} == {Cuts([first])}
@@ -232,7 +232,7 @@ def test_rounds_bring_a_request_back_to_its_budget(
     prompt_len: int, max_tokens: int, block_size: int, window: int, more: int, interval: int
 ) -> None:
     budget = window + block_size + more
-    values = {"budget": 1.0, "window": window, "decode_interval": interval}
+    values = {"method": "adakv", "budget": 1.0, "window": window, "decode_interval": interval}
     rounds = cuts(
         prompt_len, block_size, EvictionConfig(**values, decode_budget=budget), max_tokens
     )
@@ -255,7 +255,9 @@ def test_rounds_bring_a_request_back_to_its_budget(
 
 
 def test_the_prompts_cut_and_rounds_follow_one_another() -> None:
-    config = EvictionConfig(budget=256, decode_budget=512, decode_interval=128)
+    config = EvictionConfig(
+        method="adakv-perturb", budget=256, decode_budget=512, decode_interval=128
+    )
     planned = cuts(1500, 32, config, 1000)
     assert planned[0] == cuts(1500, 32, config.model_copy(update={"decode_budget": 0}))[0]
     # The request may grow to the larger budget before the first round.
@@ -281,7 +283,7 @@ def test_a_request_without_eviction_makes_no_rounds() -> None:
 def test_rounds_have_room_for_a_window_and_a_block(
     values: dict[str, int], problem: str | None
 ) -> None:
-    found = budget_problem(2048, 32, EvictionConfig(**values))
+    found = budget_problem(2048, 32, EvictionConfig(method="adakv", **values))
     assert (found or "").startswith(problem or "")
     assert (found is None) == (problem is None)
 
@@ -359,7 +361,9 @@ def test_an_interval_above_the_prompt_changes_nothing() -> None:
 
 
 def test_too_short_an_interval_is_a_problem() -> None:
-    problem = budget_problem(4096, 32, EvictionConfig(budget=256, window=48, prompt_interval=40))
+    problem = budget_problem(
+        4096, 32, EvictionConfig(method="adakv-perturb", budget=256, window=48, prompt_interval=40)
+    )
     assert problem is not None
     assert problem.startswith("prompt_interval = 40 is too short: at least 48 are needed")
 
@@ -388,7 +392,7 @@ def test_pages_smaller_than_blocks_keep_a_page_too_many_at_most_and_free_whole_b
 
 
 def test_a_block_of_many_pages_keeps_the_budget_of_a_page() -> None:
-    config = EvictionConfig(budget=256)
+    config = EvictionConfig(method="adakv-perturb", budget=256)
     (cut,) = cuts(1500, 544, config, page_size=32)
     assert (cut.first_packed, cut.num_packed, cut.tail_start, cut.num_freed) == (38, 7, 45, 2)
     assert cuts(1500, 32, config)[0].num_packed == 7

@@ -6,7 +6,7 @@ from vllm_kvselect.planning.cuts import cuts
 from vllm_kvselect.planning.turns import turns, with_context
 
 START = (1, 7)
-CHAT = EvictionConfig(budget=0.25, context="chat", turn_start=START)
+CHAT = EvictionConfig(method="adakv-perturb", budget=0.25, context="chat", turn_start=START)
 SYSTEM, QUESTION, ANSWER = [1, 5, *[50] * 300], [*START, 60, 61], [1, 6, *[70] * 40]
 
 
@@ -47,7 +47,11 @@ def test_what_leaves_nothing_to_drop_is_no_context() -> None:
 
 
 def test_other_marks_stay_as_they_are() -> None:
-    for config in (EvictionConfig(), EvictionConfig(context=500), EvictionConfig(method="none")):
+    for config in (
+        EvictionConfig(method="adakv-perturb"),
+        EvictionConfig(method="adakv-perturb", context=500),
+        EvictionConfig(method="none"),
+    ):
         assert with_context(config, [*SYSTEM, *QUESTION], 32) is config
     (cut,) = cuts(400, 32, with_context(CHAT, [*SYSTEM, *QUESTION], 32))
     assert cut.position == len(SYSTEM) // 32 * 32

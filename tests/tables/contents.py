@@ -1,24 +1,20 @@
 """What stands in each table or list, by its name."""
 
 import argparse
-import ast
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-
-from tests.tables.code import PACKAGE, ROOT, first_clause, parsed, parts, served
+from tests.tables.code import PACKAGE, ROOT, first_clause, parts, served
 from tests.tables.messages import FIRST, LAST, OR, of_requests, start_up
-from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.config import SETTINGS, keys, words
 from vllm_kvselect.engine.frontend.options import add_cli_args
+from vllm_kvselect.metrics import METRICS
 from vllm_kvselect.registry import METHODS
-from vllm_kvselect.request import REQUEST_KEYS
 from vllm_kvselect.scorers import SERVED
+from vllm_kvselect.settings import request_key
 
 MOST_IN_A_LINE = 4  # reasons of one message
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,72 +37,33 @@ def listed(items: Iterable[tuple[str, str]]) -> str:
 
 def settings() -> str:
     """Every setting once: its key in YAML, its option, its key in requests, default, meaning."""
-    given, requests = options(), {field: key for key, field in REQUEST_KEYS.items()}
-    items = []
-    for name, field, meaning in fields(EvictionConfig):
-        option = f", `{given[name]}`" if name in given else ""
-        key = f", in a request `{requests[name]}`" if name in requests else ""
-        spelt = f"**`{name}`**{option}{key}{default(field)}"
-        items.append((spelt, f"{meaning}{choices(field, meaning)}"))
-    items += [(f"`{option}`", text) for dest, option, text in actions() if dest not in given]
-    return listed(items)
+    file = [(f"`{option}`", text) for dest, option, text in actions() if dest not in SETTINGS]
+    options = {dest: option for dest, option, _ in actions()}
+
+    def rows(operator: bool) -> Iterable[tuple[str, str]]:
+        for name, setting in SETTINGS.items():
+            if setting.operator is operator:
+                option = f", `{options[name]}`" if name in options else ""
+                key = f", in a request `{request_key(name)}`" if setting.in_requests else ""
+                yield (
+                    f"**`{name}`**{option}{key}, {default(name)}",
+                    f"{setting.help}{choices(name)}",
+                )
+
+    operators, experts = listed([*rows(True), *file]), listed(rows(False))
+    return f"**For operators**\n\n{operators}\n\n**For experts**\n\n{experts}"
 
 
-def fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, str]]:
-    """Fields of a configuration with their meanings; those of a part stand in its place."""
-    meanings: dict[str, str] = {}
-    for each in reversed(model.__mro__):
-        meanings |= attributes(each.__doc__ or "")
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from fields(field.annotation)
-        else:
-            yield name, field, meanings[name]
+def default(name: str) -> str:
+    """A setting's default as one writes it in YAML, or in words."""
+    value = keys()[name].default
+    return SETTINGS[name].otherwise or quoted(str(value))
 
 
-def attributes(docstring: str) -> dict[str, str]:
-    """What a docstring of Google's style says of each attribute, and of whose part it is."""
-    first, _, listed = docstring.partition("Attributes:\n")
-    whose = first.splitlines()[0] + " " if first.startswith("Of ") else ""
-    found = re.findall(r"^ {8}(\w+): ((?:.*\n?)(?:^ {12}.*\n?)*)", listed, re.MULTILINE)
-    return {name: f"{whose}{' '.join(text.split())}" for name, text in found}
-
-
-def default(field: FieldInfo) -> str:
-    """A field's default as one writes it in YAML; without one, what a value is."""
-    value = field.get_default(call_default_factory=True)
-    if value is None or value == ():
-        return f", {kind(field.annotation)}"
-    return f", `{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def kind(annotation: Any) -> str:
-    """What the values of a field without a default are."""
-    kinds = {int: "a number", str: "a text"}
-    if get_origin(annotation) is tuple:
-        return "a list"
-    return next(filter(None, map(kind, get_args(annotation))), kinds.get(annotation, ""))
-
-
-def choices(field: FieldInfo, meaning: str) -> str:
-    """The words among which a field is chosen, where its meaning does not say them."""
-    words = list(_words(field.annotation))
-    told = all(quoted(word) in meaning for word in words)
-    return "" if told else f" Of {', '.join(map(quoted, words))}."
-
-
-def _words(annotation: Any) -> Iterator[str]:
-    for part in get_args(annotation):
-        if get_origin(annotation) is Literal:
-            yield str(part)
-        else:
-            yield from _words(part)
-
-
-def options() -> dict[str, str]:
-    """Options of the server by the field that each one sets."""
-    names = {name for name, _, _ in fields(EvictionConfig)}
-    return {dest: option for dest, option, _ in actions() if dest in names}
+def choices(name: str) -> str:
+    """The words among which a setting is chosen, where its help does not say them."""
+    told = all(f"'{word}'" in SETTINGS[name].help for word in words(name))
+    return "" if told else f" Of {', '.join(map(quoted, words(name)))}."
 
 
 @cache
@@ -118,15 +75,10 @@ def actions() -> tuple[tuple[str, str, str], ...]:
         (
             action.dest.removeprefix("kv_eviction_"),
             "`, `".join(action.option_strings),
-            shown(action.help),
+            (action.help or "").partition("%(default)")[0].strip(),
         )
         for action in parser._actions
     )
-
-
-def shown(text: str | None) -> str:
-    """A help text as people see it, without what stands for the parser's own default."""
-    return re.sub(r"%\(default\).*$", "", text or "").strip()
 
 
 def quoted(name: str) -> str:
@@ -152,20 +104,11 @@ def methods() -> str:
 
 
 def metrics() -> str:
-    """What a server with eviction adds to `/metrics`, as the front end makes it."""
-    kinds, items = {"Counter": "_total", "Gauge": "", "Histogram": ""}, []
-    for path in sorted((PACKAGE / "engine").rglob("*.py")):
-        for call in ast.walk(parsed(path)):
-            if not isinstance(call, ast.Call):
-                continue
-            words = [part.id for part in (call.func, *call.args[:1]) if isinstance(part, ast.Name)]
-            kind = next((word for word in words if word in kinds), None)
-            texts = [part.value for part in call.args if isinstance(part, ast.Constant)]
-            if kind is None or len(texts) < 2:
-                continue
-            name = f"vllm:kv_eviction_{str(texts[0]).removeprefix('vllm:kv_eviction_')}"
-            items.append((f"`{name}{kinds[kind]}`, {kind.lower()}", str(texts[1])))
-    return listed(items)
+    """What a server with eviction adds to `/metrics`."""
+    return listed(
+        (f"`{metric.sample(name).removesuffix('_sum')}`, {metric.kind}", metric.help)
+        for name, metric in METRICS.items()
+    )
 
 
 # Modules

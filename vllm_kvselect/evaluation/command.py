@@ -39,7 +39,8 @@ def evaluate(
     methods: Annotated[
         str,
         typer.Option(
-            help="By commas, such as thetakv,thetakv:lam=0.0; `all`; see `vllm-kvselect methods`."
+            help="By commas, such as thetakv,thetakv:lam=0.0; `auto`, the best for the model; "
+            "`all`; see `vllm-kvselect methods`."
         ),
     ] = ",".join(_DEFAULTS.methods),
     against: Annotated[
@@ -90,15 +91,17 @@ def evaluate(
     for name in ("budgets", "lengths"):
         values[name] = [parse_number(each) for each in parts(values[name])]
     values["eviction"] = dict(map(assignment, setting or []))
-    config = EvaluationConfig.parse(values | {"suite": suite.value})
 
     # Here, because they need torch, transformers and matplotlib; other commands answer without.
     try:
         from vllm_kvselect.evaluation import run
+        from vllm_kvselect.offline.probes import named
     except ModuleNotFoundError as error:
         remedy = "pip install '.[eval]' in a checkout"
         raise EvaluationError(f"the evaluation needs {error.name}: {remedy}") from None
 
+    values["methods"] = [named(each, model, values["eviction"]) for each in values["methods"]]
+    config = EvaluationConfig.parse(values | {"suite": suite.value})
     paths = run.harness(config) if config.suite == "harness" else run.suite(config, also or [])
     for path in paths:
         typer.echo(path)

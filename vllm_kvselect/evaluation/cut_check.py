@@ -116,9 +116,9 @@ class CutCheck:
 
     def _dropped(self, now: Snapshot) -> Dropped:
         before, after = (
-            Dropped(each.num_evicted, each.num_freed)
-            + Dropped(each.num_context_hits, each.num_context_blocks)
-            for each in (self._before, now)
+            Dropped(int(each["requests"]), int(each["freed_blocks"]))
+            + Dropped(int(each["context_hits"]), int(each["context_blocks"]))
+            for each in (self._before.eviction, now.eviction)
         )
         return Dropped(after.prompts - before.prompts, after.blocks - before.blocks)
 

@@ -11,7 +11,7 @@ from vllm_kvselect.evaluation.predictions import Setting
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.parsing import parsed, refuse_context, variant
 from vllm_kvselect.offline.tasks import Scenario
-from vllm_kvselect.registry import not_served
+from vllm_kvselect.registry import AUTO, not_served
 from vllm_kvselect.request import REQUEST_KEYS
 
 SuiteName = Literal[
@@ -46,7 +46,7 @@ class EvaluationConfig(BaseModel):
         seed: Decides texts and questions.
         scenarios: Whether the compressed prompt holds the question.
         methods: Methods besides the full cache, which is always measured; `thetakv:lam=0.0` is one
-            with a field of `EvictionConfig` changed.
+            with a field of `EvictionConfig` changed. `parse` takes names alone, no `auto`.
         against: The method that differences are to, at the same budget; the full cache by default.
         budgets: As in `EvictionConfig`.
         through: Who answers: `engine`, vLLM over HTTP; `model`, transformers with the entries that
@@ -71,7 +71,7 @@ class EvaluationConfig(BaseModel):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: int = 0
     scenarios: Annotated[tuple[Scenario, ...], Field(min_length=1)] = ("regular",)
-    methods: tuple[str, ...] = ("adakv-perturb",)
+    methods: tuple[str, ...] = (AUTO,)
     against: str = FULL
     budgets: Annotated[tuple[int | float, ...], Field(min_length=1)] = (0.5, 0.25, 0.125)
     through: Through = "model"

@@ -1,16 +1,45 @@
 """The calibrated probe of an analysed model."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
-from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.models import model_folder
 from vllm_kvselect.probes.fingerprint import fingerprint
 from vllm_kvselect.probes.places import find_probe
-from vllm_kvselect.registry import KNOWN_METHODS
+from vllm_kvselect.registry import AUTO, KNOWN_METHODS, best_method
 from vllm_kvselect.scorers import ProbeFile
+
+
+def named(method: str, model: str, eviction: Mapping[str, Any]) -> str:
+    """The method that is meant, `auto` being what a server of one rank would choose.
+
+    Args:
+        method: A method, or `auto`, with or without changes: `auto:alpha=0.25`.
+        model: Folder or hub name; empty for the small model.
+        eviction: What is set for all methods.
+    """
+    name, *changes = method.split(":")
+    if name != AUTO:
+        return method
+    again = any(eviction.get(key) for key in ("decode_budget", "prompt_interval"))
+    has_probe = eviction.get("probe") is not None or _has_probe(model)
+    best = best_method(
+        lambda each: (has_probe or "probe" not in each.needs) and (each.in_rounds or not again)
+    )
+    return ":".join((best, *changes))
+
+
+def _has_probe(model: str) -> bool:
+    name = model_folder(model)
+    try:
+        find_probe(name, fingerprint(name), None)
+    except ConfigError:
+        return False
+    return True
 
 
 def probe_for(model: str, evictions: Iterable[EvictionConfig]) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.config import ModelConfig, SchedulerConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_kvselect.config import CONFIG_KEY, METHOD_NAMES, ConfigError, EvictionConfig
+from vllm_kvselect.config import CONFIG_KEY, ConfigError, EvictionConfig, with_a_method
 from vllm_kvselect.engine import refusal
 from vllm_kvselect.engine import start_up as report
 from vllm_kvselect.engine.cuda.backends import choose_backend, log_backend
@@ -20,7 +20,6 @@ from vllm_kvselect.engine.frontend.checks import refuse_unsupported
 from vllm_kvselect.engine.frontend.options import add_cli_args as add_cli_args
 from vllm_kvselect.engine.frontend.options import given_options
 from vllm_kvselect.engine.platforms import PLATFORMS, platform, platform_name
-from vllm_kvselect.registry import AUTO
 
 _ENGINE = "vllm_kvselect.engine"
 _CUT_SCHEDULERS = {
@@ -44,8 +43,7 @@ def from_cli_args(engine_args: EngineArgs, args: argparse.Namespace) -> None:
         args: The parsed command line, changed in place.
 
     Raises:
-        ConfigError: If the file is unreadable, an option is given without a method, or
-            `--additional-config` says something else.
+        ConfigError: If the file is unreadable, or `--additional-config` says something else.
     """
     options = given_options(args)
     path, additional = getattr(args, "kv_eviction_config", None), engine_args.additional_config
@@ -63,34 +61,11 @@ def from_cli_args(engine_args: EngineArgs, args: argparse.Namespace) -> None:
         )
     if path is not None:
         options = EvictionConfig.read_file(path) | options
-    elif settings is None:
-        options = _with_a_method(options)
     args.additional_config = {
         **(additional or {}),
         CONFIG_KEY: _merged(_mapping(settings or {}), options),
     }
     engine_args.additional_config = args.additional_config
-
-
-def _with_a_method(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of which a command line consists: a sparse prefill alone drops nothing.
-
-    Raises:
-        ConfigError: If they say nothing of what is to be done.
-    """
-    if "method" in options:
-        return options
-    if "prefill" in options:
-        return {"method": "none", **options}
-    names = ", ".join(_option(name) for name in options)
-    accepted = ", ".join((AUTO, *METHOD_NAMES))
-    raise ConfigError(f"{names} has no effect without --kv-eviction; accepted methods: {accepted}")
-
-
-def _option(field: str) -> str:
-    """The option that sets a field."""
-    name = field.replace("_", "-")
-    return f"--kv-{name}" if name.startswith("prefill") else f"--kv-eviction-{name}"
 
 
 def _merged(settings: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +110,7 @@ def _eviction(additional: object) -> EvictionConfig | None:
     settings = _settings(additional)
     if settings is None:
         return None
-    eviction = EvictionConfig.parse(auto.provisional(_mapping(settings)))
+    eviction = EvictionConfig.parse(auto.provisional(with_a_method(_mapping(settings))))
     return eviction if eviction.may_act else None
 
 
@@ -148,7 +123,7 @@ def _mapping(settings: object) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ConfigError(
             f"additional_config[{CONFIG_KEY!r}] = {settings!r} must be a mapping such as "
-            '{"method": "adakv-perturb", "budget": 1024}'
+            '{"budget": 0.25}'
         )
     return settings
 
@@ -181,7 +156,7 @@ def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
     if eviction is None:
         return
     choice = ""
-    if auto.is_auto(engine_args.additional_config[CONFIG_KEY]):
+    if auto.is_auto(with_a_method(engine_args.additional_config[CONFIG_KEY])):
         eviction, choice = auto.choose(vllm_config, eviction)
     refuse_unsupported(vllm_config, eviction)
     eviction = with_turn_start(vllm_config.model_config, eviction)

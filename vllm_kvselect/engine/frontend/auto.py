@@ -1,4 +1,4 @@
-"""`--kv-eviction auto`: the best method that a model allows, chosen once, before anything starts.
+"""`auto`: the best method that a model allows, chosen once, before anything starts.
 
 Everything behind the front end sees the method that was chosen. What only the loaded model shows,
 a worker finds out: it then refuses the start and names the next best (`step/worker.py`).
@@ -49,8 +49,9 @@ def choose(vllm_config: VllmConfig, eviction: EvictionConfig) -> tuple[EvictionC
 
 def _obstacle(vllm_config: VllmConfig, eviction: EvictionConfig, method: Method) -> str:
     """What is known to stand against a method before the model is loaded; empty if nothing."""
-    if eviction.decode_budget and method.not_in_rounds:
-        return f"with a decode budget, {method.not_in_rounds}"
+    for name in ("decode_budget", "prompt_interval"):
+        if getattr(eviction, name) and method.not_in_rounds:
+            return f"with {name}, {method.not_in_rounds}"
     if problems := pool_problems(vllm_config, eviction):
         return problems[0]
     if "rotation" in method.needs and _takes_images(vllm_config.model_config):
