@@ -20,7 +20,7 @@ SERVE_FLAGS := \
 	--host 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help install develop serve fast test test-next load lint docs tables demo evaluate clean
+.PHONY: help install develop serve fast test test-next load lint docs tables demo evaluate wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +75,11 @@ evaluate: develop ## measure what the small model still answers after eviction (
 		--lengths 2048 --max-tokens 14 --num-examples 8 --scenarios regular,context-only \
 		--methods random,streaming-llm,snapkv-perturb,adakv-perturb,thetakv,layer-defensivekv,layer-probe \
 		--out evaluation $(ARGS)
+
+# What is left in build/ of an earlier one would be in the wheel, too.
+wheel: ## build a wheel into dist/ (PYTHON=python3)
+	rm -rf build dist
+	$(PYTHON) -m pip wheel . --no-deps --wheel-dir dist
 
 clean: ## remove .venv, caches and build output
 	rm -rf .venv .next .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info

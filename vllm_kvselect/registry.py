@@ -149,7 +149,7 @@ class _Form:
             if scope_name != self.scopes[0]:
                 name = f"{scope.prefix}{self.name}"
                 paper = ", ".join(filter(None, (self.paper, scope.paper)))
-                summary = scope.summary.format(self.name)
+                summary = f"{self.summary}; {scope.summary}"
             for norms_name in self.norms:
                 norms = NORMS[norms_name]
                 if norms_name == self.norms[0]:

@@ -47,7 +47,7 @@ class Scope:
         is_pyramid: Whether each layer gets a fixed part of them (PyramidKV); else all heads
             compete.
         paper: Where it was published, beside the scorer's.
-        summary: What changes against the scope without a prefix, whose method is `{}`.
+        summary: What changes against the scope without a prefix.
         limits: What it cannot do, beside the scorer's limits.
         parameters: What it reads of the configuration.
         not_in_rounds: As of `Scorer`.
@@ -74,13 +74,13 @@ SCOPES: dict[ScopeName, Scope] = {
         prefix="ada-",
         allocator="adaptive_pages",
         paper=_OF_ADAKV,
-        summary="as {}, but heads of a layer share its budget",
+        summary="heads of a layer share its budget",
     ),
     "all": Scope(
         prefix="layer-",
         allocator="shared_pages",
         pooled=True,
-        summary="as {}, one budget for all layers and heads",
+        summary="one budget for all layers and heads",
     ),
     "pyramid": Scope(
         prefix="",
@@ -97,7 +97,7 @@ SCOPES: dict[ScopeName, Scope] = {
         pooled=True,
         is_pyramid=True,
         paper=_OF_ADAKV,
-        summary="as {}, inside a layer as adakv",
+        summary="inside a layer as adakv",
         limits=_OF_PYRAMIDS,
         parameters=(Pyramid,),
         not_in_rounds=_NO_PYRAMID,

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.config import SETTINGS, ConfigError, EvictionConfig
 from vllm_kvselect.engine import start_up as report
 from vllm_kvselect.engine.frontend import arguments
 from vllm_kvselect.engine.scheduler.checked_scheduler import CheckedScheduler
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
+from vllm_kvselect.settings import option_of
 from vllm_kvselect.tiny_model import tiny_model
 
 SNAPKV_OF_ALL = ("--kv-eviction", "snapkv", "--kv-eviction-budget", "1.0")
@@ -134,9 +136,10 @@ def test_numbers_are_read_as_vllm_reads_its_own(text: str) -> None:
 
 def test_help_shows_what_holds_where_an_option_is_not_given() -> None:
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    (group,) = [group for group in parser._action_groups if group.title == "KV-Eviction"]
     formatter = parser._get_formatter()
-    formatter.add_arguments(group._group_actions)
+    for group in parser._action_groups:
+        if "KV-Eviction" in (group.title or ""):
+            formatter.add_arguments(group._group_actions)
     text = " ".join(formatter.format_help().split())
     for option, default in (
         ("--kv-eviction METHOD", "auto with another of these options, else none"),
@@ -149,19 +152,24 @@ def test_help_shows_what_holds_where_an_option_is_not_given() -> None:
         help_text = text.split(f"{option}", 1)[1].split(" --kv-", 1)[0]
         assert help_text.endswith(f"(default: {default})")
     assert "None" not in text
-    # Operators' come first.
-    assert text.index("--kv-eviction-config") < text.index("--kv-eviction-window")
-    assert text.index("--kv-prefill-budget") < text.index("--kv-eviction-config")
 
 
-def test_vllms_help_finds_the_options_by_their_name(
+def test_vllms_help_shows_what_operators_need_and_where_the_rest_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--help=kv-eviction"])
-    text = capsys.readouterr().out
-    assert text.index("--kv-eviction-budget") < text.index("--kv-prefill-dense-until")
+    shown = []
+    for title in ("kv-eviction", "kv-eviction-experts"):
+        with pytest.raises(SystemExit):
+            parser.parse_args([f"--help={title}"])
+        shown.append(capsys.readouterr().out)
+    operators, experts = shown
+    assert "--help=kv-eviction-experts" in operators
+    for name, setting in SETTINGS.items():
+        option = re.compile(rf"^ +{option_of(name)}[ ,]", re.MULTILINE)
+        assert bool(option.search(operators)) is setting.operator, name
+        is_experts = setting.option is not None and not setting.operator
+        assert bool(option.search(experts)) is is_experts, name
 
 
 def test_options_and_additional_config_are_merged_where_they_agree() -> None:

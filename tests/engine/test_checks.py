@@ -126,7 +126,8 @@ def plugins() -> None:
 
 def create(eviction: dict[str, Any], **settings: Any) -> Any:
     settings = {"model": str(tiny_model()), "max_model_len": 2048, **settings}
-    eviction = {"method": "adakv-perturb", **eviction}
+    if isinstance(eviction, dict):
+        eviction = {"method": "adakv-perturb", **eviction}
     args = EngineArgs(**settings, additional_config={"kv_eviction": eviction})
     return args.create_engine_config()
 
@@ -171,7 +172,7 @@ def test_models_that_cannot_be_served(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("eviction", "message"),
     [
-        ({"method": "snapkw"}, r"method = 'snapkw'.*'none', 'streaming-llm', 'random'"),
+        ({"method": "snapkw"}, r"method = 'snapkw'.*'none', 'layer-probe', 'layer-defensivekv'"),
         ({"method": "layer-kvzip"}, r"method = 'layer-kvzip' is not served, only measured off"),
         ({"budget": 0}, r"budget = 0 is not accepted.*at least 1.*method 'none'"),
         ({"budget": -5}, r"budget = -5 is not accepted"),

@@ -15,27 +15,31 @@ _NEEDED = {"context_store_bytes": {"context_store": "folder"}}
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    """Adds the options to vLLM's parser, in a group of their own, operators' first.
+    """Adds the options to vLLM's parser: operators' in a group that experts' follow in their own.
+
+    vLLM sorts each group by names, and shows one for `--help=` with its title.
 
     Args:
         parser: vLLM's parser; parsed values appear as `kv_eviction_*`, None where not given.
     """
-    group = parser.add_argument_group(
+    operators = parser.add_argument_group(
         title="KV-Eviction",
-        description="Keep only the critical KV entries of every attention head (vllm-kvselect).",
+        description="Keep only the critical KV entries of every attention head (vllm-kvselect); "
+        "--help=kv-eviction-experts shows more options.",
     )
-    named = [name for name, setting in SETTINGS.items() if setting.option is not None]
-    for name in (each for each in named if SETTINGS[each].operator):
-        _add(group, name)
-    group.add_argument(
+    experts = parser.add_argument_group(
+        title="KV-Eviction-Experts", description="Further options of --kv-eviction."
+    )
+    for name, setting in SETTINGS.items():
+        if setting.option is not None:
+            _add(operators if setting.operator else experts, name)
+    operators.add_argument(
         "--kv-eviction-config",
         metavar="FILE",
         help=_shown(
             "YAML file with these and further settings; options on the command line win.", "no file"
         ),
     )
-    for name in (each for each in named if not SETTINGS[each].operator):
-        _add(group, name)
 
 
 def _add(group: argparse._ArgumentGroup, name: str) -> None:
