@@ -202,3 +202,21 @@ def test_old_python_is_refused_with_a_remedy() -> None:
     installer.check_python((3, 14))
     with pytest.raises(installer.InstallError, match=r"3\.11 or newer .* is 3\.10;.*PYTHON="):
         installer.check_python((3, 10))
+
+
+def test_a_wheel_holds_every_file_of_the_package_and_says_that_it_is_typed() -> None:
+    package = ROOT / "vllm_kvselect"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["vllm_kvselect"]
+    named = {path for pattern in patterns for path in package.glob(pattern)}
+    others = {path for path in package.rglob("*") if path.is_file() and path.suffix[:3] != ".py"}
+    assert others - named == set()
+    assert package / "py.typed" in named
+
+
+def test_the_image_is_vllms_with_the_wheel_that_make_builds() -> None:
+    lines = (ROOT / "packaging" / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    commands = [line.split(maxsplit=1) for line in lines if not line.startswith("#")]
+    assert [name for name, _ in commands] == ["FROM", "COPY", "RUN", "RUN"]
+    assert "--wheel-dir dist" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert commands[1][1].startswith("dist/*.whl ")

@@ -15,7 +15,9 @@ from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.kinds import KINDS
 from vllm_kvselect.offline.texts import read_texts
 
-CONFIG = EvaluationConfig(suite="given-answers", lengths=(300,), num_examples=2)
+CONFIG = EvaluationConfig(
+    suite="given-answers", lengths=(300,), num_examples=2, methods=("snapkv",)
+)
 
 
 def test_every_kind_is_asked_for(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -80,7 +80,8 @@ def test_several_budgets_have_an_overview(predictions: list[Prediction]) -> None
 
 
 def test_record_has_the_whole_configuration(predictions: list[Prediction], tmp_path: Path) -> None:
-    config = EvaluationConfig(suite="ruler", out=tmp_path, eviction={"window": 8})
+    values = {"methods": ("snapkv",), "eviction": {"window": 8}}
+    config = EvaluationConfig(suite="ruler", out=tmp_path, **values)
     report.write(scored(EXAMPLES, predictions), config, 7.0)
     record = json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))
     assert record["config"] == config.model_dump(mode="json")
@@ -117,7 +118,7 @@ def test_pictures_show_depths_and_budgets(tmp_path: Path) -> None:
         *predicted(examples, "10" * 5, "snapkv", 0.5),
         *predicted(examples, "00001" * 2, "snapkv", 0.25),
     ]
-    config = EvaluationConfig(suite="needles", out=tmp_path)
+    config = EvaluationConfig(suite="needles", out=tmp_path, methods=("snapkv",))
     paths = report.write(scored(examples, predictions), config, 1.0)
     names = {path.name for path in paths if path.suffix == ".png"}
     assert names == {

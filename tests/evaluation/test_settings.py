@@ -7,10 +7,11 @@ from vllm_kvselect.config import ConfigError
 from vllm_kvselect.evaluation.predictions import Setting
 from vllm_kvselect.evaluation.settings import FULL, EvaluationConfig
 from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.probes import named
 
 
 def parse(**values: Any) -> EvaluationConfig:
-    return EvaluationConfig.parse({"suite": "needles"} | values)
+    return EvaluationConfig.parse({"suite": "needles", "methods": ("snapkv",)} | values)
 
 
 def test_the_full_cache_is_measured_once_and_first() -> None:
@@ -125,3 +126,29 @@ def test_what_a_server_refuses_is_refused(values: dict[str, Any]) -> None:
 def test_it_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         parse().out = Path("elsewhere")
+
+
+@pytest.mark.parametrize("name", ["layer-thetakv", "kvzip"])
+def test_a_server_is_not_asked_for_what_it_does_not_serve(name: str) -> None:
+    with pytest.raises(EvaluationError, match=f"{name} is not served, .* comes nearest"):
+        parse(methods=(name,), through="engine")
+    assert parse(methods=(name,), through="model").methods == (name,)
+
+
+@pytest.mark.parametrize(
+    ("method", "eviction", "meant"),
+    [
+        ("auto", {}, "layer-defensivekv"),
+        ("auto:lam=0.0", {"decode_budget": 512}, "thetakv:lam=0.0"),
+        ("auto", {"probe": "file"}, "layer-probe"),
+        ("snapkv", {}, "snapkv"),
+    ],
+)
+def test_auto_is_what_a_server_would_choose(
+    method: str, eviction: dict[str, Any], meant: str, tmp_path: Path
+) -> None:
+    assert named(method, str(tmp_path), eviction) == meant
+
+
+def test_auto_is_the_probe_of_the_small_model() -> None:
+    assert named("auto", "", {}) == "layer-probe"
