@@ -9,111 +9,58 @@ far as its queue holds them; busy is the sum of what it did. The host's is from 
 return. Launches are what the device did: kernels, copies, fills.
 """
 
-import json
 import sys
-import tempfile
-from inspect import signature
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
-from _device import DEVICE, HAS_CARD, host_time, row
-from _models import LLAMA_8B, TINY, write
+from _children import Answers, Row, run_child
+from _device import DEVICE, HAS_CARD, host_time
+from _engine import BenchmarkError
 from _timing import median_time
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.offline.tables import console
-from vllm_kvselect.registry import METHODS
+from vllm_kvselect.kernels.base import REFERENCES
 
-CUTS = ("layer-probe", "adakv-perturb", "layer-defensivekv", "snapkv", "layer-keydiff")
-LENGTH, BUDGET = 4096, 0.125
-DRY_LENGTH, DRY_BUDGET = 160, 0.6
+CUTS = ("layer-probe", "adakv-perturb", "thetakv", "snapkv")
+CASES = ((4096,), (1000,) * 8) if HAS_CARD else ((160,), (160,) * 2)
+"""Tokens of the requests that are due at once."""
+BUDGET, ROUNDS = (0.125, 5) if HAS_CARD else (0.6, 1)
 OVERHEADS = ("Activity Buffer", "Command Buffer", "Lazy Function", "Runtime Triggered", "Sync")
 """What a profile says of itself, beside what the device did."""
 
 
-def main(
-    methods: Annotated[str, typer.Option(help="Methods.")] = ",".join(CUTS),
-    requests: Annotated[str, typer.Option(help="Requests that are due at once.")] = "1,8",
-    length: Annotated[int, typer.Option(help="Tokens of each.")] = LENGTH,
-    budget: Annotated[float, typer.Option(help="Fraction of the tokens.")] = BUDGET,
-    rounds: Annotated[int, typer.Option(min=1, help="Cuts of each kind; the median.")] = 5,
-    retained: Annotated[
-        Path | None,
-        typer.Option(help="Notes what is retained; if the file is there, how much is the same."),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tiny, on any device.")] = False,
-) -> None:
-    """Makes every kind of cut and prints a table and one JSON line."""
-    if dry_run:
-        length, budget, rounds, requests = DRY_LENGTH, DRY_BUDGET, 1, "1,2"
-    elif not HAS_CARD:
-        raise typer.BadParameter("there is no GPU")
-    counts, found, failed = [*map(int, requests.split(","))], [], []
-    if unknown := {*methods.split(",")} - METHODS.keys():
-        raise typer.BadParameter(f"unknown methods {sorted(unknown)}")
-    known = torch.load(retained) if retained is not None and retained.exists() else {}
-    noted: dict[str, torch.Tensor] = {}
-    columns = ("device_ms", "busy_ms", "host_ms", "launches", "mib")
-    table = Table("method", "requests", *columns)
-    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        write(folder, LLAMA_8B if HAS_CARD else TINY)
-        layers = Layers(folder, length, max(counts))
-        for method in methods.split(","):
-            config = settings(method, budget)
-            for count in counts:
-                name = f"{method}, {count} at once"
-                try:
-                    case = layers.measure(config, count, rounds)
-                except Exception as error:  # whatever it is, other methods are timed all the same
-                    failed.append(name)
-                    row(f"a cut after {length} tokens, {name}", f"failed: {error!r:.300}")
-                    continue
-                entries = layers.retained()
-                if name in known:
-                    case["same"] = torch.isin(known[name], entries).double().mean().item()
-                noted[name] = entries
-                found.append({"method": method, "requests": count, **case})
-                row(f"a cut after {length} tokens, {name}", said(case))
-                table.add_row(method, str(count), *(f"{case[each]:.5g}" for each in columns))
-    if retained is not None and not known:
-        torch.save(noted, retained)
-    console().print(table)
-    print(json.dumps({"length": length, "budget": budget, "cuts": found}))
-    if failed:
-        sys.exit(f"failed: {'; '.join(failed)}")
+def make_ready(job: dict[str, Any]) -> tuple[Row, Answers]:
+    """Makes every kind of cut once, which compiles kernels, and compares what is retained."""
+    with torch.inference_mode():
+        layers = Layers(job["model"])
+        same = [layers.same_as_references(settings(method)) for method in CUTS]
+    if HAS_CARD:
+        torch.cuda.empty_cache()  # engines stand beside
+    if min(same) < 0.98:  # roundings turn choices between nearly equal entries
+        raise BenchmarkError(f"of what the references retain: {same}")
+    said = ", ".join(f"{method} {share:.3%}" for method, share in zip(CUTS, same, strict=True))
+    row = {"what": "entries that the references retain, too", "result": said, "same": same}
+    return row, lambda command: measured(layers, **command)
 
 
-def said(case: dict[str, Any]) -> str:
-    """A kind of cut in words."""
-    text = (
-        f"device {case['device_ms']:.2f} ms, busy {case['busy_ms']:.2f} ms, "
-        f"host {case['host_ms']:.2f} ms, {case['launches']} launches, "
-        f"{case['mib']:.0f} MiB beside the cache"
-    )
-    return f"{text}, {case['same']:.4%} of the noted entries" if "same" in case else text
+@torch.inference_mode()
+def measured(layers: "Layers", method: str, case: int) -> Row:
+    """Times a kind of cut."""
+    lengths = CASES[case]
+    found = layers.measure(settings(method), lengths, ROUNDS)
+    said = "device {device_ms:.2f} ms, busy {busy_ms:.2f}, host {host_ms:.2f}, {launches} launches"
+    said = f"{said}, {{mib:.0f}} MiB beside the cache".format(**found)
+    return {"what": f"{method}, {len(lengths)} x {lengths[0]:,}", "result": said} | found
 
 
-def settings(method: str, budget: float) -> EvictionConfig:
-    """A server's configuration whose cuts are made between two steps."""
-    given: dict[str, Any] = {"method": method, "budget": budget}
-    if "cut_at_once" in EvictionConfig.model_fields:  # else there are no others
-        given["cut_at_once"] = False
-    return EvictionConfig.parse(given)
-
-
-def make(due: Any, requests: list[Any]) -> None:
-    """Makes the cuts that are due: together, or one by one where that is all there is."""
-    if "request" in signature(due.make).parameters:
-        for request in requests:
-            due.make(request)
-    else:
-        due.make(requests)
+def settings(method: str) -> EvictionConfig:
+    """A server's configuration."""
+    return EvictionConfig(method=method, budget=BUDGET)
 
 
 class Layers:
@@ -121,15 +68,11 @@ class Layers:
 
     Args:
         folder: The model's config.
-        length: Tokens of a request.
-        most: Requests that are due at once, at most.
         backend: Attention backend; that of the platform if left out.
         kernels: What computes a cut; the device's if left out.
     """
 
-    def __init__(
-        self, folder: str, length: int, most: int, backend: Any = None, kernels: Any = None
-    ) -> None:
+    def __init__(self, folder: str, backend: Any = None, kernels: Any = None) -> None:
         # They load vLLM.
         from vllm.config import set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
@@ -141,15 +84,15 @@ class Layers:
         here = platform()
         assert here is not None
         backend = backend or resolve_obj_by_qualname(next(iter(here.backends.values())))
-        self.length, self.block_size = length, here.page_size
-        blocks_each = -(-length // self.block_size)
+        self.block_size = here.page_size
+        most_tokens, most = max(map(max, CASES)), max(map(len, CASES))
         config = EngineArgs(
             folder,
             skip_tokenizer_init=True,
             load_format="dummy",
             dtype="bfloat16" if HAS_CARD else "float32",
             block_size=self.block_size,
-            max_model_len=length + 1,
+            max_model_len=most_tokens + 1,
             max_num_seqs=most,
         ).create_engine_config()
         model, parallel = config.model_config, config.parallel_config
@@ -157,9 +100,9 @@ class Layers:
         self.num_heads = model.get_num_attention_heads(parallel)
         self.num_kv_heads = model.get_num_kv_heads(parallel)
         self.head_size, self.hidden_size = model.get_head_size(), model.get_hidden_size()
-        self.dtype, self.window = model.dtype, EvictionConfig(method="adakv-perturb").window
+        self.dtype, self.window = model.dtype, settings(CUTS[0]).window
         self.random = torch.Generator(DEVICE).manual_seed(0)
-        num_blocks = 1 + most * blocks_each
+        num_blocks = 1 + max(sum(map(self._num_blocks, lengths)) for lengths in CASES)
         shape = self.num_layers * num_blocks, self.num_kv_heads, self.block_size, 2 * self.head_size
         self.memory = torch.empty(shape, dtype=self.dtype, device=DEVICE)
         for cache in self.memory.chunk(self.num_layers):
@@ -168,23 +111,30 @@ class Layers:
             cache.copy_(self._randn(*cache.shape).mul_(strength))
         self._as_it_was = self.memory.clone()
         shuffled = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(0)) + 1
-        self.blocks = shuffled.view(most, blocks_each).tolist()
+        self.blocks = shuffled.tolist()
         names = [f"layers.{index}.attn" for index in range(self.num_layers)]
         with set_current_vllm_config(config), torch.device(DEVICE):
             self.layers = [self._layer(name, config, backend) for name in names]
-            self._bind()
+            self._bind(most_tokens)
             spec = HeadwiseSpec(
                 block_size=self.block_size,
                 num_kv_heads=self.num_kv_heads,
                 head_size=self.head_size,
                 dtype=self.dtype,
-                eviction=settings(CUTS[0], BUDGET),
+                eviction=settings(CUTS[0]),
             )
             self.builder = backend.get_builder_cls()(spec, names, config, torch.device(DEVICE))
-            self.state = self.builder.start(lambda _: [], kernels or device_kernels())
+            self.start(kernels or device_kernels())
         query = self.num_heads, self.head_size
         self.queries = self._randn(self.num_layers, most * self.window, *query)
         self.due: list[Any] = []
+
+    def start(self, kernels: Any) -> None:
+        """Takes what computes cuts."""
+        self.state = self.builder.start(lambda _: [], kernels)
+
+    def _num_blocks(self, length: int) -> int:
+        return -(-length // self.block_size)
 
     def _randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.random, device=DEVICE).to(self.dtype)
@@ -203,14 +153,14 @@ class Layers:
             attn_backend=backend,
         )
 
-    def _bind(self) -> None:
+    def _bind(self, most_tokens: int) -> None:
         """Gives layers their caches and what methods need: each a part of one piece of memory."""
         from vllm_kvselect.scoring.probe import num_features
         from vllm_kvselect.scoring.rotation import Rotation
         from vllm_kvselect.scoring.value_norms import OutputProjection
 
         exponents = torch.arange(0, self.head_size, 2, device=DEVICE) / self.head_size
-        angles = torch.arange(self.length, device=DEVICE)[:, None] * 500000.0**-exponents
+        angles = torch.arange(most_tokens, device=DEVICE)[:, None] * 500000.0**-exponents
         rotation = Rotation(angles.cos(), angles.sin())
         group = self.num_heads // self.num_kv_heads
         shape = self.num_kv_heads, self.head_size, group, self.hidden_size
@@ -223,49 +173,63 @@ class Layers:
             layer.kv_cache, layer.impl.rotation, layer.impl.probe = cache, rotation, probes[index].T
             layer.impl.output_projection = OutputProjection(weights[index], forms[index])
 
-    def come_to_cut(self, config: EvictionConfig, count: int) -> None:
+    def come_to_cut(self, config: EvictionConfig, lengths: Sequence[int]) -> None:
         """Puts requests before their cut, and the cache as it was before any."""
         from vllm_kvselect.engine.drop.request import Request
         from vllm_kvselect.planning.plan import plan
         from vllm_kvselect.scoring.memory import StepQueries
 
         self.memory.copy_(self._as_it_was)
-        made = plan(config, None, None, self.length, self.block_size)
         seen = StepQueries(slice(None), self.num_layers)
         seen.take(self.queries)
-        self.due = [Request(made) for _ in range(count)]
-        for index, request in enumerate(self.due):
-            cut = made.cuts[0]
-            request.num_computed, request.progress.block_ids = cut.position, self.blocks[index]
+        self.due, blocks = [], iter(self.blocks)
+        for index, length in enumerate(lengths):
+            request = Request(plan(config, None, None, length, self.block_size))
+            cut, progress = request.plan.cuts[0], request.progress
+            request.num_computed = cut.position
+            progress.block_ids = [next(blocks) for _ in range(self._num_blocks(length))]
             if (first := request.first_query(cut)) < cut.position:
-                place = index * self.window
-                request.progress.queries.keep(seen, place, first, cut.position)
+                progress.queries.keep(seen, index * self.window, first, cut.position)
+            self.due.append(request)
 
-    def measure(self, config: EvictionConfig, count: int, rounds: int) -> dict[str, Any]:
+    def make(self) -> None:
+        """Makes the cuts that are due."""
+        self.builder.due.make(self.due)
+        if any(request.next_cut is not None for request in self.due):
+            raise RuntimeError("no cut was made")
+
+    def same_as_references(self, config: EvictionConfig) -> float:
+        """Which share of the entries that the references retain the device's kernels retain."""
+        found = []
+        for kernels in (REFERENCES, device_kernels()):
+            self.start(kernels)
+            for lengths in CASES:
+                self.come_to_cut(config, lengths)
+                self.make()
+                found.append(self.retained())
+        references, ours = torch.cat(found[: len(CASES)]), torch.cat(found[len(CASES) :])
+        return torch.isin(references, ours).double().mean().item()
+
+    def measure(
+        self, config: EvictionConfig, lengths: Sequence[int], rounds: int
+    ) -> dict[str, Any]:
         """Makes a kind of cut again and again.
 
         Args:
             config: The requests' settings.
-            count: Requests that are due at once.
+            lengths: Tokens of each request that is due.
             rounds: Cuts that are timed; the median.
         """
 
         def prepare() -> None:
-            self.come_to_cut(config, count)
-
-        def cut() -> None:
-            make(self.builder.due, self.due)
+            self.come_to_cut(config, lengths)
 
         prepare()
-        cut()  # compiles kernels
-        if any(request.next_cut is not None for request in self.due):
-            raise RuntimeError("no cut was made")
+        mib = most_taken(self.make)
+        host = host_time(self.make, rounds, prepare)
+        device = median_time(self.make, rounds, prepare=prepare, seconds_queued=2 * host)
         prepare()
-        mib = most_taken(cut)
-        host = host_time(cut, rounds, prepare)
-        device = median_time(cut, rounds, prepare=prepare, seconds_queued=2 * host)
-        prepare()
-        did = profiled(cut)
+        did = profiled(self.make)
         return {
             "device_ms": 1e3 * device,
             "busy_ms": sum(us for _, us in did.values()) / 1e3,
@@ -277,9 +241,10 @@ class Layers:
 
     def retained(self) -> torch.Tensor:
         """What the last cuts left in packed blocks: a number for each entry, `[n]` int64."""
-        cut, found = self.due[0].plan.cuts[0], []
+        found = []
         for cache in self.memory.chunk(self.num_layers):
             for request in self.due:
+                cut = request.plan.cuts[0]
                 packed = request.progress.block_ids[cut.first_packed : cut.tail_start]
                 bits = cache[packed].view(torch.int16).long().flatten(0, 2)
                 weights = torch.arange(1, bits.shape[1] + 1, device=DEVICE).square()
@@ -293,8 +258,6 @@ def device_kernels() -> Any:
         from vllm_kvselect.kernels import cuda
 
         return cuda.KERNELS
-    from vllm_kvselect.kernels.base import REFERENCES
-
     return REFERENCES
 
 
@@ -331,4 +294,4 @@ def profiled(run: Any) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_child(make_ready)
