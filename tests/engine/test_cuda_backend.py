@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,7 +35,9 @@ from tests.engine.cuda_requests import (
 )
 from tests.kernels.unsynchronised import unsynchronised
 from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.engine.cuda import tables
 from vllm_kvselect.engine.cuda.backends import refuse_large_view
+from vllm_kvselect.engine.cuda.builder import DeviceSplitter
 from vllm_kvselect.engine.cuda.flash_attention import HeadwiseFlashAttentionBackend
 from vllm_kvselect.engine.cuda.tables import HeadwiseTables, buffer_bytes
 from vllm_kvselect.engine.cuda.triton_attention import HeadwiseTritonAttentionBackend
@@ -265,6 +268,49 @@ def test_a_graph_of_a_decode_step_replays_for_other_rows_and_lengths(
     # The same step outside the graph.
     layers.builder.largest_full_graph = 0
     layers.step((short, 1), (other, 1), (long, 1))
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_what_a_step_reads_is_filled_in_only_where_something_changed(
+    graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = make_layers(FLASH, "knorm", graphs=graphs, decode_budget=40, decode_interval=20)
+    long, other = layers.request(100, 125), layers.request(94, 125)
+    filled = Mock(wraps=tables.async_tensor_h2d)
+    monkeypatch.setattr(tables, "async_tensor_h2d", filled)
+
+    def fills(*rows: Request) -> int:
+        before = filled.call_count
+        layers.run(*((request, 1) for request in rows))
+        return filled.call_count - before
+
+    layers.run((long, 100), (other, 94))
+    assert [fills(long, other) for _ in range(4)] == [1, 0, 0, 0]
+    assert [fills(other, long), fills(other, long), fills(long), fills(long)] == [1, 0, 1, 0]
+    layers.preempt(long)
+    layers.run((long, 100), (other, 1))
+    layers.run((long, 7), (other, 1))
+    assert [fills(other, long), fills(other, long)] == [1, 0]
+    made, num_filled = long.prompt.progress.num_made, 0
+    while long.prompt.progress.num_made == made:  # until its round, of which other's is not far
+        of_other = other.prompt.progress.num_made
+        num_filled += fills(other, long) - (other.prompt.progress.num_made - of_other)
+    assert num_filled == 1
+
+
+def test_rows_are_looked_at_only_where_a_scorer_looks_through_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked = Mock(wraps=DeviceSplitter._seen)
+    monkeypatch.setattr(DeviceSplitter, "_seen", lambda *given: looked(*given))
+    for method, num_steps in (("layer-probe", 0), ("snapkv", WINDOW)):
+        layers = make_layers(FLASH, method, WIDE, graphs=True, decode_budget=40, decode_interval=20)
+        request = layers.request(100, 130)
+        layers.step((request, 100))
+        looked.reset_mock()
+        for _ in range(22):  # a round, with steps before those that it looks through
+            layers.step((request, 1))
+        assert looked.call_count == num_steps
 
 
 def test_only_graphs_take_rows_without_a_cut_through_the_one_head_view(backend: Any) -> None:

@@ -1,14 +1,13 @@
 """Head-wise page tables on a device: one pair of buffers for all layers and all graphs."""
 
-import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvselect.engine.drop.page_tables import SettledRows
-from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch
+from vllm_kvselect.engine.step.split import Decodes
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.page_table import PageTable
 
@@ -69,36 +68,35 @@ class HeadwiseTables:
         self._query_start_loc = torch.arange(
             num_sequences + 1, dtype=torch.int32, device=state.offsets.device
         )
+        self._filled_with: Decodes | None = None
 
     def decode_batch(
-        self, requests: list[Request], common: CommonAttentionMetadata, num_splits: int
+        self, decodes: Decodes, common: CommonAttentionMetadata, num_splits: int
     ) -> HeadwiseBatch:
-        """A batch of one token a row.
+        """A batch of one token a row; the buffers are filled again if the rows are others.
 
         Rows without a cut, and those that pad the batch to a captured size, get the identity
         table: no packed pages, which is what the state has for the null block.
 
         Args:
-            requests: The rows' requests.
+            decodes: The rows.
             common: vLLM's metadata; its tensors are those that a graph has captured.
             num_splits: As in `HeadwiseBatch`.
 
         Returns:
             All rows, in buffers of this object.
         """
-        num_rows = common.num_reqs
-        host = np.zeros((2, num_rows), dtype=np.int32)
-        for row, request in enumerate(requests):
-            if (cut := request.last_cut) is not None:
-                host[:, row] = cut.first_packed, cut.tail_start
-        cuts = self._cuts[:, :num_rows]
-        cuts.copy_(async_tensor_h2d(host, cuts.device))
-        first_packed, tail_start = cuts
-        table, blocks = common.block_table_tensor, self._blocks[:num_rows]
-        # A cut's tail never starts at block 0; block 0 of the pool is the null block.
-        torch.mul(table.gather(1, first_packed[:, None].long())[:, 0], tail_start > 0, out=blocks)
+        num_rows, table = common.num_reqs, common.block_table_tensor
+        cuts, blocks = self._cuts[:, :num_rows], self._blocks[:num_rows]
         offsets = self._offsets[:num_rows]
-        torch.index_select(self._state.offsets, 0, blocks, out=offsets)
+        first_packed, tail_start = cuts
+        if decodes is not self._filled_with:
+            cuts.copy_(async_tensor_h2d(decodes.cuts, cuts.device))
+            # A cut's tail never starts at block 0; block 0 of the pool is the null block.
+            in_table = table.gather(1, first_packed[:, None].long())[:, 0]
+            torch.mul(in_table, tail_start > 0, out=blocks)
+            torch.index_select(self._state.offsets, 0, blocks, out=offsets)
+            self._filled_with = decodes
         return HeadwiseBatch(
             tokens=slice(0, num_rows),
             pairs=(slice(0, num_rows),),
