@@ -5,8 +5,9 @@ the float64 oracle, which knows what each head retained.
 """
 
 from collections.abc import Iterator
-from dataclasses import fields
-from functools import cache
+from dataclasses import fields, replace
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -35,7 +36,7 @@ from tests.engine.cuda_requests import (
 )
 from tests.kernels.unsynchronised import unsynchronised
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine.cuda import tables
+from vllm_kvselect.engine.cuda import any_order, tables
 from vllm_kvselect.engine.cuda.backends import refuse_large_view
 from vllm_kvselect.engine.cuda.builder import DeviceSplitter
 from vllm_kvselect.engine.cuda.flash_attention import HeadwiseFlashAttentionBackend
@@ -60,11 +61,20 @@ def eviction(method: str = "adakv-perturb", **values: Any) -> EvictionConfig:
 
 FLASH, TRITON = HeadwiseFlashAttentionBackend, HeadwiseTritonAttentionBackend
 STOCK = {FLASH: FlashAttentionMetadata, TRITON: TritonAttentionMetadata}
-CALLS = {FLASH: (flash_attn, "flash_attn_varlen_func"), TRITON: (triton_attn, "unified_attention")}
+CALLS = {
+    FLASH: ((any_order, "attend"), (flash_attn, "flash_attn_varlen_func")),
+    TRITON: ((triton_attn, "unified_attention"),),
+}
 SCORERS = ("snapkv", "knorm", "defensivekv")
 """A method of each way to score by attention."""
 DTYPES = {FLASH: "bfloat16", TRITON: "float32"}
 """The interpreter multiplies bfloat16 by its bits, and vLLM's kernel does not work around that."""
+
+
+TABLES = replace(
+    WIDE, headwise_page_table=cuda.headwise_page_table, longest_first=cuda.longest_first
+)
+"""The kernels of every step, and references for those of cuts, which take less time."""
 
 
 @pytest.fixture(autouse=True)
@@ -214,20 +224,24 @@ class Replays:
             of_the_graph |= {"cu_seqlens_q", "seqused_k"}
         # What vLLM's Triton call writes for rows that pad a batch nobody reads.
         self._pads_with_zeros = backend is FLASH
-        call = getattr(*CALLS[backend])
 
-        def recorded(**given: Any) -> Any:
+        def recorded(call: Any, *order: torch.Tensor, **given: Any) -> Any:
             if isinstance(given["block_table"], torch.Tensor):
+                own = {**given, **dict(enumerate(order))}
                 self.calls.append(
                     {
                         name: part.data_ptr() if isinstance(part, torch.Tensor) else part
-                        for name, part in given.items()
+                        for name, part in own.items()
                         if name not in of_the_graph
                     }
                 )
-            return call(**given)
+            return call(given, *order) if order else call(**given)
 
-        patch.setattr(*CALLS[backend], recorded)
+        for place in CALLS[backend]:
+            call = partial(recorded, getattr(*place))
+            is_ordered = place == (any_order, "attend")
+            of_all = (lambda given, *order, to=call: to(*order, **given)) if is_ordered else call
+            patch.setattr(*place, of_all)
         self.captured = layers.build_for_capture(num_rows)
 
     def step(self, *rows: tuple[Request, int]) -> None:
@@ -240,6 +254,74 @@ class Replays:
         if self._pads_with_zeros:
             assert not any(output[len(rows) :].any() for output in outputs)
         self.layers.check(rows, outputs)
+
+
+def test_vllms_function_calls_the_operator_as_its_stand_in_takes_it() -> None:
+    """By position: so the names that we call it by are those that vLLM means."""
+    operator = flash_attention.INTERFACE.flash_attn_varlen_func
+    layers = make_layers(FLASH, "knorm", WIDE)
+    long, short = layers.request(70, 75), layers.request(20, 25)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash_attn, "flash_attn_varlen_func", operator)
+        patch.setattr(any_order, "attend", pytest.fail)
+        layers.builder.tables._any_order = False
+        for num_long, num_short in ((70, 20), (1, 1), (2, 1)):
+            layers.step((long, num_long), (short, num_short))
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("kernels", [WIDE, TABLES], ids=["references", "kernels"])
+def test_heads_are_read_longest_first(
+    graphs: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = make_layers(FLASH, "adakv", kernels, graphs=graphs)
+    orders = []
+    attend = any_order.attend
+
+    def noted(given: Any, sequences: torch.Tensor, num_queries: torch.Tensor) -> None:
+        assert num_queries.tolist() == [1] * len(given["seqused_k"])
+        orders.append((sequences[:-1].tolist(), given["seqused_k"].tolist()))
+        attend(given, sequences, num_queries)
+
+    monkeypatch.setattr(any_order, "attend", noted)
+    long, short, other = (layers.request(n, n + 10) for n in (100, 20, 110))
+    layers.step((long, 100), (other, 50))
+    assert orders == []  # nobody has made a cut
+    layers.step((long, 1), (other, 60))
+    layers.step((short, 20), (long, 1), (other, 1))
+    layers.step((short, 1), (other, 1), (long, 1))
+    assert len(orders) == 3 * NUM_LAYERS
+    for sequences, lengths in orders:
+        assert sorted(sequences) == [*range(len(lengths))]
+        assert lengths == sorted(lengths, reverse=True)
+    assert any(sequences != sorted(sequences) for sequences, _ in orders)
+    before = len(orders)
+    layers.step((long, 2), (other, 1))  # one has several queries
+    assert len(orders) == before
+
+
+@pytest.mark.parametrize("reason", ["no operator", "other arguments", "other results", "sinks"])
+def test_where_the_operator_is_not_what_we_know_heads_come_in_order(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = any_order.attend
+
+    def other_arguments(*_: Any) -> None:
+        raise RuntimeError("Unknown keyword argument")
+
+    def other_results(given: Any, sequences: torch.Tensor, num_queries: torch.Tensor) -> None:
+        attend(given, sequences.flip(0), num_queries)
+
+    if reason == "no operator":
+        monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace())
+    elif reason != "sinks":
+        other = other_arguments if reason == "other arguments" else other_results
+        monkeypatch.setattr(any_order, "attend", other)
+    layers = make_layers(FLASH, "knorm", WIDE, graphs=True, with_sinks=reason == "sinks")
+    monkeypatch.setattr(any_order, "attend", pytest.fail)
+    long = layers.request(100, 110)
+    layers.step((long, 100))
+    layers.step((long, 1))
 
 
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])

@@ -4,7 +4,7 @@ Nothing here waits for the device. What is cut where is decided from what the ho
 their cuts, and lengths that are exact while a prompt is not complete.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -131,12 +131,16 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         compilation = self.vllm_config.compilation_config
         if compilation.cudagraph_mode.has_full_cudagraphs():
             self.largest_full_graph = compilation.max_cudagraph_capture_size or 0
+        any_order = spec.eviction.decode_attention == "backend" and self._takes_any_order(
+            [layer for _, layer in layers]
+        )
         self.tables = HeadwiseTables(
             state,
             self.vllm_config.scheduler_config.max_num_seqs,
             self.vllm_config.model_config.max_model_len,
             self.block_size,
             kernels,
+            any_order,
         )
         dtype = self.vllm_config.model_config.dtype
         if self.largest_full_graph and spec.eviction.may_drop_again:
@@ -188,6 +192,10 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         """Takes the last step's queries out of the buffer that the next one overwrites."""
         if self.graph_queries is not None:
             self.graph_queries.hand_over()
+
+    def _takes_any_order(self, layers: Sequence[Any]) -> bool:
+        """Whether attention of these layers takes sequences of one query in any order."""
+        return False
 
     def _max_num_splits(self, in_graph: bool) -> int:
         """Parts into which the call may cut a sequence; 0 leaves it to the call."""

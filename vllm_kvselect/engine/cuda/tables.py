@@ -9,6 +9,7 @@ from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch
 from vllm_kvselect.engine.step.split import Decodes
 from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.paging.order import Orders
 from vllm_kvselect.paging.page_table import PageTable
 
 
@@ -24,9 +25,9 @@ def buffer_bytes(
     max_num_seqs: int, num_kv_heads: int, num_layers: int, max_model_len: int, block_size: int
 ) -> int:
     """Bytes of `HeadwiseTables`; only its smallest part grows with the number of layers."""
-    table = num_kv_heads * (table_width(max_model_len, block_size) + 2)
+    table = num_kv_heads * (table_width(max_model_len, block_size) + 2 + 2 * num_layers)
     offsets = num_layers * (num_kv_heads + 1)
-    return 4 * (max_num_seqs * (table + offsets + 4) + 1)
+    return 4 * (max_num_seqs * (table + offsets + 4) + num_layers + 1)
 
 
 class HeadwiseTables:
@@ -41,6 +42,7 @@ class HeadwiseTables:
         max_model_len: Longest request.
         block_size: Tokens per block.
         kernels: What computes the parts of a choice.
+        any_order: Whether attention takes the sequences of one query in any order.
     """
 
     def __init__(
@@ -50,9 +52,10 @@ class HeadwiseTables:
         max_model_len: int,
         block_size: int,
         kernels: Kernels,
+        any_order: bool = False,
     ) -> None:
-        self._state, self._block_size = state, block_size
-        self._build = kernels.headwise_page_table
+        self._state, self._block_size, self._any_order = state, block_size, any_order
+        self._build, self._longest_first = kernels.headwise_page_table, kernels.longest_first
         num_layers, num_offsets = state.offsets.shape[1:]
         self.num_kv_heads = num_offsets - 1
         num_sequences = max_num_seqs * self.num_kv_heads
@@ -61,7 +64,9 @@ class HeadwiseTables:
             return torch.zeros(shape, dtype=dtype, device=state.offsets.device)
 
         self._pages = zeros(1, num_sequences, table_width(max_model_len, block_size))
-        self._lengths = zeros(1, num_sequences)
+        self._lengths = zeros(num_layers, num_sequences)
+        self._sequences = zeros(num_layers, num_sequences + 1)
+        self._ones = zeros(num_sequences).fill_(1)
         self._cuts = zeros(2, max_num_seqs)
         self._blocks = zeros(max_num_seqs, dtype=torch.int64)
         self._offsets = zeros(max_num_seqs, num_layers, num_offsets)
@@ -69,6 +74,8 @@ class HeadwiseTables:
             num_sequences + 1, dtype=torch.int32, device=state.offsets.device
         )
         self._filled_with: Decodes | None = None
+        self._batch: HeadwiseBatch | None = None
+        self._last = 0
 
     def decode_batch(
         self, decodes: Decodes, common: CommonAttentionMetadata, num_splits: int
@@ -108,33 +115,49 @@ class HeadwiseTables:
             num_splits=num_splits,
         )
 
-    def of_layer(self, index: int, rows: SettledRows) -> PageTable:
-        """Builds the page table of one layer, in the buffers that all layers use.
+    def num_queries(self, batch: HeadwiseBatch) -> torch.Tensor:
+        """Those of each sequence of a batch that has an order, `[n]` int32."""
+        return self._ones[: self._num_sequences(batch)]
+
+    def of_layer(self, index: int, batch: HeadwiseBatch, again: bool = False) -> PageTable:
+        """Builds the page table of one layer, in buffers that layers share.
 
         Args:
             index: The layer's place in the group.
-            rows: The rows; their state is complete in this layer.
+            batch: The batch, which learns the order of its sequences from its first layer.
+            again: Whether the layer reads the cache of one that came before it.
 
         Returns:
             `[num_rows * num_kv_heads, width]` pages and their lengths.
         """
-        num_sequences = len(rows.seq_lens) * self.num_kv_heads
-        out = PageTable(self._pages[:, :num_sequences], self._lengths[:, :num_sequences])
-        if rows.offsets is not None:
-            # Strides are the same for any number of rows: a captured launch compiles nothing.
-            offsets = rows.offsets.transpose(0, 1)[index : index + 1]
-        else:
-            of_layer = self._state.offsets[:, index]
-            offsets = of_layer.index_select(0, rows.first_packed_blocks).unsqueeze(0)
+        rows, num_sequences = batch.rows, self._num_sequences(batch)
+        assert rows.offsets is not None
+        # Strides are the same for any number of rows: a captured launch compiles nothing.
+        offsets = rows.offsets.transpose(0, 1)
+        if batch is not self._batch or not (again or index > self._last):
+            self._batch = batch
+            if self._any_order and batch.max_query_len == 1:
+                in_order = self._sequences[:, : num_sequences + 1], self._lengths[:, :num_sequences]
+                batch.orders = Orders(*in_order)
+                lengths = rows.seq_lens, rows.tail_start
+                self._longest_first(*lengths, offsets, self._block_size, batch.orders)
+        if not again:
+            self._last = index
+        layers = slice(index, index + 1)
+        order = None if batch.orders is None else batch.orders.sequences[layers, :-1]
         table = self._build(
             rows.block_table,
             rows.seq_lens,
             rows.first_packed,
             rows.tail_start,
-            offsets,
+            offsets[layers],
             self._block_size,
             len(self._state.offsets),
             index,
-            out,
+            PageTable(self._pages[:, :num_sequences], self._lengths[layers, :num_sequences]),
+            order,
         )
         return PageTable(table.pages[0], table.seq_lens[0])
+
+    def _num_sequences(self, batch: HeadwiseBatch) -> int:
+        return len(batch.rows.seq_lens) * self.num_kv_heads

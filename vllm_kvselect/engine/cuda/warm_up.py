@@ -6,7 +6,6 @@ their blocks are the null block, which nobody reads.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,10 +56,9 @@ def warm_up(
     nothing = Request(Plan(0, eviction))
     _step(builder, nothing, 1, 1)
     decodes = Decodes.of([nothing], builder.state.version)
-    rows = builder.tables.decode_batch(decodes, _common(builder, 1, 1), 0).rows
+    batch = builder.tables.decode_batch(decodes, _common(builder, 1, 1), 0)
     for index in range(len(builder.layers)):
-        builder.tables.of_layer(index, rows)
-        builder.tables.of_layer(index, replace(rows, offsets=None))
+        builder.tables.of_layer(index, batch)
     if builder.graph_queries is not None:
         builder.graph_queries.want(None)
 

@@ -19,6 +19,7 @@ from vllm_kvselect.engine.step.rows import (
     start_loc,
     token_indices,
 )
+from vllm_kvselect.paging.order import Orders
 from vllm_kvselect.paging.page_table import PageTable
 
 
@@ -64,6 +65,7 @@ class OneHeadBatch:
         max_query_len: Most queries of a sequence.
         max_seq_len: Upper bound on its entries.
         num_splits: Most parts into which the kernel may cut a sequence; 0 leaves it to the kernel.
+        orders: Where the rows of page tables come in another order: each layer's.
     """
 
     tokens: Tokens
@@ -72,6 +74,7 @@ class OneHeadBatch:
     max_query_len: int
     max_seq_len: int
     num_splits: int = field(default=0, kw_only=True)
+    orders: Orders | None = field(default=None, kw_only=True)
 
     def calls(
         self, table: PageTable, num_kv_heads: int, sinks: torch.Tensor | None
