@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -54,6 +55,28 @@ def script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_view_reads_as_many_entries_as_stocks_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    kit, read = script("attention"), []
+
+    def called(_: str) -> Callable[..., None]:
+        return lambda **given: read.append(given["seqused_k"].clone())
+
+    monkeypatch.setattr(kit, "attention_call", called)
+    kit.stock(3, 2033)()
+    kit.one_head(3, 2033, uneven=False)()
+    kit.one_head(3, 2033, uneven=True)()
+    stock, even, uneven = read
+    assert {*stock.tolist(), *even.tolist()} == {2033}
+    assert int(uneven.sum()) == 3 * kit.KV_HEADS * 2033
+    read.clear()
+    kit.main(dry_run=True)
+    means = [float(lengths.float().mean()) for lengths in read]
+    # Per batch stock's, the view's and the view's with uneven heads; then the full cache.
+    asked = 64
+    assert {*means} == {asked - kit.BLOCK_SIZE + 1, kit.FULL * asked}
 
 
 def test_a_cards_layers_make_the_cuts_that_are_timed(
