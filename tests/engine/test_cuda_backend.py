@@ -212,6 +212,46 @@ def test_an_fp8_cache_with_scales_per_head_is_refused(backend: Any) -> None:
         layer.impl.start(0, layer, layers.state, layers.builder.tables, torch.bfloat16, REFERENCES)
 
 
+class Gathers(TorchDispatchMode):
+    """Takes down what is copied by indices meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_select):
+            self.places.append(args[0].untyped_storage().data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+def test_no_output_is_copied_before_it_is_written(with_sinks: bool) -> None:
+    layers = make_layers(FLASH, "knorm", WIDE, with_sinks=with_sinks)
+    long, short, other = (layers.request(n, n + 10) for n in (100, 20, 24))
+    layers.step((long, 100), (short, 20), (other, 20))
+    # Neither the rows past their cuts nor those before are neighbours.
+    rows = (short, 1), (long, 3), (other, 1)
+    common = layers.common(rows)
+    metadata = layers.build(rows, common)
+    before, after = metadata.parts
+    assert isinstance(before.tokens, torch.Tensor)
+    assert after.max_query_len == 3
+    gathers = Gathers()
+    outputs = layers.forward(rows, common, metadata, guard=lambda: gathers)
+    assert gathers.places
+    assert not {output.untyped_storage().data_ptr() for output in outputs} & {*gathers.places}
+    layers.check(rows, outputs)
+
+
+@pytest.mark.parametrize("num_splits", [0, 32])
+def test_sequences_with_queries_enough_are_not_split(num_splits: int) -> None:
+    impl = make_layers(FLASH).layers[0].impl
+    assert impl.num_queries_per_kv == 2
+    batches = [SimpleNamespace(max_query_len=n, num_splits=num_splits) for n in (1, 255, 256)]
+    assert [impl._num_splits(batch) for batch in batches] == [num_splits, num_splits, 1]
+
+
 class Replays:
     """A decode step captured once, for more rows than there are, and what its calls were given."""
 

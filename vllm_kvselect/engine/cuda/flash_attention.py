@@ -20,6 +20,9 @@ from vllm_kvselect.engine.cuda.layer import CudaImpl
 from vllm_kvselect.engine.step.layer import refuse_layer
 from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
 
+_ENOUGH_QUERIES = 512
+"""Of a sequence, those of all its heads counted: it is not split."""
+
 
 class HeadwiseFlashAttentionBackend(CudaBackend, FlashAttentionBackend):
     """vLLM's FlashAttention backend with our builder and impl; the worker puts it in place."""
@@ -89,7 +92,7 @@ class HeadwiseFlashAttentionImpl(CudaImpl, FlashAttentionImpl):
             "seqused_k": call.table.seq_lens,
             "max_seqlen_k": batch.max_seq_len,
             "block_table": call.table.pages,
-            "num_splits": batch.num_splits,
+            "num_splits": self._num_splits(batch),
             "s_aux": call.sinks,
             **self.constants_of_calls(layer, len(call.table.seq_lens)),
         }
@@ -99,6 +102,15 @@ class HeadwiseFlashAttentionImpl(CudaImpl, FlashAttentionImpl):
             assert isinstance(batch, HeadwiseBatch)
             sequences = batch.orders.sequences[self.layer_index]
             any_order.attend(given, sequences, self._tables.num_queries(batch))
+
+    def _num_splits(self, batch: OneHeadBatch) -> int:
+        """Most parts of a sequence: 1 where queries alone keep the card busy.
+
+        Left to itself, FlashAttention 3 thinks of one sequence of one head, and takes memory for
+        the parts of all.
+        """
+        is_long = batch.max_query_len * self.num_queries_per_kv >= _ENOUGH_QUERIES
+        return 1 if is_long else batch.num_splits
 
     def constants_of_calls(self, layer: AttentionLayer, num_sequences: int) -> dict[str, Any]:
         """What a call over pages of single heads is given in every step, by vLLM's names."""

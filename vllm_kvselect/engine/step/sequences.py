@@ -48,10 +48,23 @@ class Call(NamedTuple):
             by_head = by_head[self.pairs]
         return by_head.flatten(0, -3)
 
+    def room(self, query: torch.Tensor, by_head: torch.Tensor) -> torch.Tensor:
+        """Where they write: what `take` gives if that is a view, else memory for `put`.
+
+        Args:
+            query: What they took of the queries.
+            by_head: Outputs of all tokens.
+        """
+        return by_head.new_empty(query.shape) if self._is_copied else self.take(by_head)
+
     def put(self, part: torch.Tensor, by_head: torch.Tensor) -> None:
-        """Writes back what `take` could not give as a view."""
-        if any(isinstance(index, torch.Tensor) for index in self.pairs):
+        """Writes back what could not be written as a view."""
+        if self._is_copied:
             by_head[self.pairs] = part.view(-1, *by_head.shape[len(self.pairs) :])
+
+    @property
+    def _is_copied(self) -> bool:
+        return any(isinstance(index, torch.Tensor) for index in self.pairs)
 
 
 @dataclass
