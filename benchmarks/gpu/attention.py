@@ -1,9 +1,9 @@
 """Decode attention on a GPU: the one-head view against stock calls, on equal bytes and in full.
 
 One layer of an 8B Llama in bfloat16, vLLM's own kernel and cache layout. Heads retain equally many
-entries, or as unequally as AdaKV lets them (log-normal, the same sum). Of the last block all read an
-entry, as the view's tail holds one: so there are as many tiles. The view's time includes its page
-table. Events time the device, with a cold cache.
+entries, or as unequally as AdaKV lets them (log-normal, the same sum). Of the last block all read
+one entry, as the view's tail holds one: so there are as many tiles. The view's time includes its
+page table. Events time the device, with a cold cache.
 """
 
 import json

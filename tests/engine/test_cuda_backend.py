@@ -43,8 +43,10 @@ from vllm_kvselect.engine.cuda.flash_attention import HeadwiseFlashAttentionBack
 from vllm_kvselect.engine.cuda.tables import HeadwiseTables, buffer_bytes
 from vllm_kvselect.engine.cuda.triton_attention import HeadwiseTritonAttentionBackend
 from vllm_kvselect.engine.cuda.warm_up import warm_up
+from vllm_kvselect.engine.drop.page_tables import SettledRows
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.platforms import PLATFORMS
+from vllm_kvselect.engine.step.sequences import HeadwiseBatch
 from vllm_kvselect.engine.step.split import Split
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.registry import METHODS
@@ -516,6 +518,46 @@ def test_what_is_reserved_for_the_tables_is_what_they_allocate(
     assert tables.num_kv_heads == num_kv_heads
     reserved = buffer_bytes(num_seqs, num_kv_heads, num_layers, max_model_len, block_size)
     assert allocated.num_bytes == reserved
+
+
+@pytest.mark.parametrize("any_order", [False, True], ids=["", "longest first"])
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+def test_every_layer_of_every_pass_gets_its_own_table(num_rows: int, any_order: bool) -> None:
+    """As many at once as fit; a layer may come again, and a pass before the last one ended."""
+    num_layers, num_heads, block_size = 3, 2, 4
+    state = RetentionState(60, num_layers, num_heads)
+    ends = torch.randint(9, (60, num_layers, num_heads)).sort(-1).values
+    state.offsets[..., 1:] = ends  # up to eight of two packed blocks' pages in all layers
+    tables = HeadwiseTables(state, 4, 40, block_size, REFERENCES, any_order)
+    rows = SettledRows(
+        torch.arange(1, 1 + 12 * num_rows, dtype=torch.int32).view(num_rows, 12),
+        torch.full((num_rows,), 33, dtype=torch.int32),
+        torch.full((num_rows,), 4, dtype=torch.int32),
+        torch.full((num_rows,), 6, dtype=torch.int32),
+        torch.arange(1, 1 + num_rows),
+    )
+    rows.offsets = state.offsets[rows.first_packed_blocks]
+    everything = (slice(0, num_rows),)
+    batch = HeadwiseBatch(everything[0], everything, rows.seq_lens, 1, 40, rows, None)
+    for index, again in (
+        *((0, False), (1, False), (0, True), (2, False), (1, True)),
+        *((0, False), (1, False)),
+        *((0, False), (1, False), (2, False)),
+    ):
+        if (index, again) == (0, False):
+            rows.seq_lens += 1
+        expected = rows.page_table(state.offsets, block_size)
+        found = tables.of_layer(index, batch, again)
+        order = [*range(num_rows * num_heads)]
+        if any_order:
+            assert batch.orders is not None
+            order = batch.orders.sequences[index, :-1].tolist()
+        assert sorted(order) == [*range(num_rows * num_heads)]
+        for row, sequence in enumerate(order):
+            length = int(expected.seq_lens[index, sequence])
+            pages = slice(0, -(-length // block_size))
+            assert int(found.seq_lens[row]) == length
+            assert torch.equal(found.pages[row, pages], expected.pages[index, sequence, pages])
 
 
 def test_two_stock_parts_of_a_step_do_not_share_one_schedule() -> None:

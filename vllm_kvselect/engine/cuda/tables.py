@@ -1,4 +1,4 @@
-"""Head-wise page tables on a device: one pair of buffers for all layers and all graphs."""
+"""Head-wise page tables on a device, in the same buffers for all graphs."""
 
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -27,14 +27,16 @@ def buffer_bytes(
     """Bytes of `HeadwiseTables`; only its smallest part grows with the number of layers."""
     table = num_kv_heads * (table_width(max_model_len, block_size) + 2 + 2 * num_layers)
     offsets = num_layers * (num_kv_heads + 1)
-    return 4 * (max_num_seqs * (table + offsets + 4) + num_layers + 1)
+    apart = num_layers * (1 + -max_num_seqs * num_kv_heads % 4)
+    return 4 * (max_num_seqs * (table + offsets + 4) + apart + 1)
 
 
 class HeadwiseTables:
-    """Buffers that page tables are built in, layer by layer, and what they are built from.
+    """Buffers that page tables are built in, some layers at once, and what they are built from.
 
     A captured graph reads these tensors again and again. `decode_batch` refills what differs from
-    step to step, outside graphs; `of_layer` launches one kernel, and may be captured.
+    step to step, outside graphs; `of_layer` launches kernels, and may be captured. There is room
+    for the tables of one layer with as many rows as may run, or of more layers with fewer rows.
 
     Args:
         state: State of the group's layers.
@@ -63,8 +65,10 @@ class HeadwiseTables:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=state.offsets.device)
 
-        self._pages = zeros(1, num_sequences, table_width(max_model_len, block_size))
-        self._lengths = zeros(num_layers, num_sequences)
+        self._width = table_width(max_model_len, block_size)
+        self._pages = zeros(num_sequences * self._width)
+        # Triton compiles once more for pointers that are no multiple of 16 bytes.
+        self._lengths = zeros(num_layers, num_sequences + -num_sequences % 4)
         self._sequences = zeros(num_layers, num_sequences + 1)
         self._ones = zeros(num_sequences).fill_(1)
         self._cuts = zeros(2, max_num_seqs)
@@ -75,7 +79,7 @@ class HeadwiseTables:
         )
         self._filled_with: Decodes | None = None
         self._batch: HeadwiseBatch | None = None
-        self._last = 0
+        self._last, self._held = 0, range(0)
 
     def decode_batch(
         self, decodes: Decodes, common: CommonAttentionMetadata, num_splits: int
@@ -120,7 +124,7 @@ class HeadwiseTables:
         return self._ones[: self._num_sequences(batch)]
 
     def of_layer(self, index: int, batch: HeadwiseBatch, again: bool = False) -> PageTable:
-        """Builds the page table of one layer, in buffers that layers share.
+        """The page table of one layer, built together with those of the layers behind it.
 
         Args:
             index: The layer's place in the group.
@@ -130,34 +134,50 @@ class HeadwiseTables:
         Returns:
             `[num_rows * num_kv_heads, width]` pages and their lengths.
         """
-        rows, num_sequences = batch.rows, self._num_sequences(batch)
-        assert rows.offsets is not None
-        # Strides are the same for any number of rows: a captured launch compiles nothing.
-        offsets = rows.offsets.transpose(0, 1)
+        num_sequences = self._num_sequences(batch)
         if batch is not self._batch or not (again or index > self._last):
-            self._batch = batch
-            if self._any_order and batch.max_query_len == 1:
-                in_order = self._sequences[:, : num_sequences + 1], self._lengths[:, :num_sequences]
-                batch.orders = Orders(*in_order)
-                lengths = rows.seq_lens, rows.tail_start
-                self._longest_first(*lengths, offsets, self._block_size, batch.orders)
+            self._begin(batch)
         if not again:
             self._last = index
-        layers = slice(index, index + 1)
-        order = None if batch.orders is None else batch.orders.sequences[layers, :-1]
-        table = self._build(
+        # As many layers at once as there is room for: for all where few rows run.
+        room = len(self._pages) // (num_sequences * self._width)
+        pages = self._pages[: room * num_sequences * self._width]
+        pages = pages.view(room, num_sequences, self._width)
+        if index not in self._held:
+            # One that comes again is not followed by those behind it.
+            end = index + (1 if again else min(room, len(self._lengths) - index))
+            self._held = range(index, end)
+            self._fill(batch, slice(index, end), pages[: end - index])
+        return PageTable(pages[index - self._held.start], self._lengths[index, :num_sequences])
+
+    def _begin(self, batch: HeadwiseBatch) -> None:
+        """Forgets what is held, and finds the order of the sequences of all layers."""
+        self._batch, self._held = batch, range(0)
+        if self._any_order and batch.max_query_len == 1:
+            rows, num_sequences = batch.rows, self._num_sequences(batch)
+            assert rows.offsets is not None
+            of_all = self._sequences[:, : num_sequences + 1], self._lengths[:, :num_sequences]
+            batch.orders = Orders(*of_all)
+            given = rows.seq_lens, rows.tail_start, rows.offsets.transpose(0, 1), self._block_size
+            self._longest_first(*given, batch.orders)
+
+    def _fill(self, batch: HeadwiseBatch, layers: slice, pages: torch.Tensor) -> None:
+        """Builds the page tables of some layers."""
+        rows = batch.rows
+        assert rows.offsets is not None
+        self._build(
             rows.block_table,
             rows.seq_lens,
             rows.first_packed,
             rows.tail_start,
-            offsets[layers],
+            # Strides are the same for any number of rows: a captured launch compiles nothing.
+            rows.offsets.transpose(0, 1)[layers],
             self._block_size,
             len(self._state.offsets),
-            index,
-            PageTable(self._pages[:, :num_sequences], self._lengths[layers, :num_sequences]),
-            order,
+            layers.start,
+            PageTable(pages, self._lengths[layers, : pages.shape[1]]),
+            None if batch.orders is None else batch.orders.sequences[layers, :-1],
         )
-        return PageTable(table.pages[0], table.seq_lens[0])
 
     def _num_sequences(self, batch: HeadwiseBatch) -> int:
         return len(batch.rows.seq_lens) * self.num_kv_heads
