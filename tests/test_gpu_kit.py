@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -180,6 +181,28 @@ def test_proofs_fail_where_something_is_wrong(kit: ModuleType) -> None:
     assert kit.memory_was_reserved({"stock long": [{"peak_gib": 0.9}], "1/8 long": memory})
     with pytest.raises(kit.BenchmarkError):
         kit.memory_was_reserved({"stock long": [{"peak_gib": 0.7}], "1/8 long": memory})
+
+
+@pytest.mark.usefixtures("kit")
+def test_the_view_reads_as_many_entries_as_stocks_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    kit, read = importlib.import_module("attention"), []
+
+    def called(_: str) -> Callable[..., None]:
+        return lambda **given: read.append(given["seqused_k"].clone())
+
+    monkeypatch.setattr(kit, "attention_call", called)
+    kit.stock(3, 2033)()
+    kit.one_head(3, 2033, uneven=False)()
+    kit.one_head(3, 2033, uneven=True)()
+    stock, even, uneven = read
+    assert {*stock.tolist(), *even.tolist()} == {2033}
+    assert int(uneven.sum()) == 3 * kit.KV_HEADS * 2033
+    read.clear()
+    kit.main(dry_run=True)
+    means = [float(lengths.float().mean()) for lengths in read]
+    # Per batch stock's, the view's and the view's with uneven heads; then the full cache.
+    asked = 64
+    assert {*means} == {asked - kit.BLOCK_SIZE + 1, kit.FULL * asked}
 
 
 def test_a_cards_layers_make_the_cuts_that_are_timed(

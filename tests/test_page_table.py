@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests import oracle
 from tests.strategies import kv_heads, many
+from vllm_kvselect.paging.order import Orders, longest_first
 from vllm_kvselect.paging.page_table import PageTable, headwise_page_table
 
 NUM_BLOCKS = 200
@@ -142,6 +143,34 @@ def test_buffers_hold_the_same_and_what_is_past_it_stays(batch: Batch, more: int
     assert (out.pages[..., :width][~used] == -7).all()
     assert (out.pages[..., width:] == -7).all()
     assert all((part[:, -1] == -7).all() for part in buffers)
+
+
+def orders_of(batch: Batch, device: Any = "cpu", more: int = 0) -> Orders:
+    """Buffers for the orders of a batch, with room for more sequences, that were in use."""
+    shape = len(batch.pages), len(batch.blocks) * batch.num_kv_heads
+    both = torch.full((2, shape[0], shape[1] + 1 + more), -7, dtype=torch.int32, device=device)
+    return Orders(both[0, :, : shape[1] + 1], both[1, :, : shape[1]])
+
+
+@many
+@given(batches())
+def test_the_longest_sequences_come_first_and_their_pages_with_them(batch: Batch) -> None:
+    expected, orders = batch.table(), orders_of(batch)
+    *tensors, block_size, _, _ = batch.inputs()
+    longest_first(*(tensors[part] for part in (1, 3, 4)), block_size, orders)
+    buffers = batch.buffers(2)
+    out = PageTable(*(part[:, :-1] for part in buffers))
+    headwise_page_table(*batch.inputs(), out, orders.sequences[:, :-1])
+    assert torch.equal(out.seq_lens, orders.seq_lens)
+    for layer, order in enumerate(orders.sequences[:, :-1].tolist()):
+        lengths = expected.seq_lens[layer].tolist()
+        # Python's sort keeps equal ones in order, reversed too.
+        assert order == sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+        for row, sequence in enumerate(order):
+            num_pages = -(-lengths[sequence] // block_size)
+            own = out.pages[layer, row]
+            assert torch.equal(own[:num_pages], expected.pages[layer, sequence, :num_pages])
+            assert (own[num_pages:] == -7).all()
 
 
 @many

@@ -1,7 +1,8 @@
 """Decode attention on a GPU: the one-head view against stock calls, on equal bytes and in full.
 
 One layer of an 8B Llama in bfloat16, vLLM's own kernel and cache layout. Heads retain equally many
-entries, or as unequally as AdaKV lets them (log-normal, the same sum). The view's time includes its
+entries, or as unequally as AdaKV lets them (log-normal, the same sum). Of the last block all read
+one entry, as the view's tail holds one: so there are as many tiles. The view's time includes its
 page table. Events time the device, with a cold cache.
 """
 
@@ -45,14 +46,15 @@ def main(
     bandwidth, results = copy_bandwidth(), []
     table = Table("batch", "retained", "stock", "view, even", "view, uneven", "full", "of copying")
     for batch in map(int, batches.split(",")):
-        for length in map(int, retained.split(",")):
+        for asked in map(int, retained.split(",")):
+            length = asked - BLOCK_SIZE + 1
             runs = {
                 "stock": stock(batch, length),
                 "even": one_head(batch, length, uneven=False),
                 "uneven": one_head(batch, length, uneven=True),
             }
-            if FULL * batch * length * KV_HEADS * ENTRY_BYTES < 2**35:
-                runs["full"] = stock(batch, FULL * length)
+            if FULL * batch * asked * KV_HEADS * ENTRY_BYTES < 2**35:
+                runs["full"] = stock(batch, FULL * asked)
             seconds = {name: median_time(run, rounds) for name, run in runs.items()}
             floor = batch * length * KV_HEADS * ENTRY_BYTES / bandwidth
             results.append({"batch": batch, "retained": length, "floor": floor, **seconds})
@@ -88,7 +90,7 @@ def stock(batch: int, length: int) -> Callable[[], object]:
 
 
 def one_head(batch: int, length: int, uneven: bool) -> Callable[[], object]:
-    """The view's call, after the kernel that builds its page table."""
+    """The view's call, after the kernel that builds its page table; the tail holds one entry."""
     from vllm_kvselect.engine.cuda.layer import one_head_view
 
     num_packed = length // BLOCK_SIZE
@@ -100,7 +102,6 @@ def one_head(batch: int, length: int, uneven: bool) -> Callable[[], object]:
     ends = (shares.cumsum(1) / shares.sum(1, keepdim=True) * num_packed * KV_HEADS).round()
     offsets = torch.nn.functional.pad(ends, (1, 0)).int().to(DEVICE)[None]
     first, tail = (torch.full((batch,), n, device=DEVICE).int() for n in (0, num_packed))
-    # The tail is a block that holds one token.
     seq_lens = tail * BLOCK_SIZE + 1
     longest = int(offsets.diff().max()) * BLOCK_SIZE + 1
     out = PageTable(

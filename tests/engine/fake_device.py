@@ -42,6 +42,7 @@ from tests.engine.cuda_requests import (
 )
 from tests.engine.cuda_traffic import Wish, serve
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.cuda import any_order
 from vllm_kvselect.engine.cuda.flash_attention import HeadwiseFlashAttentionBackend
 from vllm_kvselect.engine.cuda.triton_attention import HeadwiseTritonAttentionBackend
 from vllm_kvselect.engine.cuda.warm_up import warm_up
@@ -144,6 +145,8 @@ def device() -> Iterator[None]:
         flash_attention.install(patch)
         triton_attention.install(patch)
         patch.setattr(flash_attn, "flash_attn_varlen_func", lambda **_: None)
+        patch.setattr(any_order, "attend", lambda *_: None)
+        patch.setattr(any_order, "takes_any_order", lambda *_: True)
         patch.setattr(flash_attn, "reshape_and_cache_flash", lambda *_: None)
         patch.setattr(flash_attn, "get_scheduler_metadata", schedule)
         patch.setattr(triton_attn, "unified_attention", lambda **_: None)

@@ -157,6 +157,73 @@ def attention(
     return torch.einsum("hgqk,khd->qhgd", weights, value).flatten(1, 2)
 
 
+_OPERATOR = """fwd(
+    Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor(a!)? out,
+    Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new,
+    Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k,
+    Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k,
+    Tensor? rotary_cos, Tensor? rotary_sin, Tensor? seqlens_rotary,
+    Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, float softmax_scale, bool is_causal,
+    int window_size_left, int window_size_right, float softcap, bool is_rotary_interleaved,
+    Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin, Tensor? s_aux,
+    int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k
+) -> Tensor[]"""
+"""FlashAttention 3's, which vLLM's function calls by position: so it is checked against that."""
+
+
+def _in_any_order(*given: Any) -> list[torch.Tensor]:
+    """The operator: its sequences one by one, by the stand-in for vLLM's function."""
+    names = [argument.name for argument in torch.ops._vllm_fa3_C.fwd.default._schema.arguments]
+    own = dict(zip(names, given, strict=True))
+    q, out, starts, used = (own[name] for name in ("q", "out", "cu_seqlens_q", "seqused_q"))
+    assert _is_rows(starts, torch.int32, len(own["seqused_k"]) + 1)
+    if used is None:
+        used = starts.diff().int()
+    else:
+        assert _is_rows(used, torch.int32, len(own["seqused_k"]))
+    assert (own["is_rotary_interleaved"], own["sm_margin"], own["cp_world_size"]) == (True, 0, 1)
+    assert (own["cp_rank"], own["pack_gqa"]) == (0, None)
+    named = ("k_new", "v_new", "q_v", "cu_seqlens_k_new", "kv_batch_idx", "leftpad_k", "rotary_cos")
+    assert all(own[name] is None for name in (*named, "rotary_sin", "cp_tot_seqused_k"))
+    assert own["window_size_left"] == own["window_size_right"] == -1
+    for sequence, num_queries in enumerate(used.tolist()):
+        place, one = int(starts[sequence]), slice(sequence, sequence + 1)
+        queries = slice(place, place + num_queries)
+        flash_attn_varlen_func(
+            q=q[queries],
+            k=own["k"],
+            v=own["v"],
+            out=out[queries],
+            cu_seqlens_q=torch.tensor([0, num_queries], dtype=torch.int32),
+            max_seqlen_q=own["max_seqlen_q"],
+            seqused_k=own["seqused_k"][one],
+            max_seqlen_k=own["max_seqlen_k"],
+            softmax_scale=own["softmax_scale"],
+            causal=own["is_causal"],
+            softcap=own["softcap"],
+            block_table=own["page_table"][one],
+            fa_version=3,
+            scheduler_metadata=None,
+            num_splits=own["num_splits"],
+            s_aux=own["s_aux"],
+            **{
+                name: None if own[name] is None else own[name][one]
+                for name in ("q_descale", "k_descale", "v_descale")
+            },
+        )
+    return [out, out.new_empty(0), out.new_empty(0), out.new_empty(0)]
+
+
+def _operator(*given: Any) -> list[torch.Tensor]:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return _in_any_order(*given)
+
+
+_LIBRARY = torch.library.Library("_vllm_fa3_C", "FRAGMENT")
+_LIBRARY.define(_OPERATOR)
+_LIBRARY.impl("fwd", _operator, "CPU")
+
+
 @stand_in(_custom_ops.reshape_and_cache_flash)
 def reshape_and_cache_flash(**given: Any) -> None:
     slots, block_size = given["slot_mapping"], given["key_cache"].shape[1]

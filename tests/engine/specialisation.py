@@ -25,6 +25,7 @@ from tests.engine.cuda_layers import Layers, vllm_config
 from tests.engine.cuda_traffic import SERVERS, Wish, serve
 from tests.kernels.compiled import Device
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.cuda import any_order
 from vllm_kvselect.engine.cuda.warm_up import warm_up
 from vllm_kvselect.kernels import cuda, rows
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
@@ -138,6 +139,8 @@ def main(seed: int = 7) -> None:
             patch.setattr(cuda_layers, name, size)
         # What is attended to changes no launch.
         patch.setattr(flash_attn, "flash_attn_varlen_func", lambda **_: None)
+        patch.setattr(any_order, "attend", lambda *_: None)
+        patch.setattr(any_order, "takes_any_order", lambda *_: True)
         patch.setattr(flash_attention, "DTYPES", {torch.float32})
         found = {name: new_keys(*server, seed) for name, server in SERVERS.items()}
     sys.stdout.write(json.dumps(found))

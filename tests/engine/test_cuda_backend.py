@@ -5,9 +5,11 @@ the float64 oracle, which knows what each head retained.
 """
 
 from collections.abc import Iterator
-from dataclasses import fields
-from functools import cache
+from dataclasses import fields, replace
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,13 +36,17 @@ from tests.engine.cuda_requests import (
 )
 from tests.kernels.unsynchronised import unsynchronised
 from vllm_kvselect.config import ConfigError, EvictionConfig
+from vllm_kvselect.engine.cuda import any_order, tables
 from vllm_kvselect.engine.cuda.backends import refuse_large_view
+from vllm_kvselect.engine.cuda.builder import DeviceSplitter
 from vllm_kvselect.engine.cuda.flash_attention import HeadwiseFlashAttentionBackend
 from vllm_kvselect.engine.cuda.tables import HeadwiseTables, buffer_bytes
 from vllm_kvselect.engine.cuda.triton_attention import HeadwiseTritonAttentionBackend
 from vllm_kvselect.engine.cuda.warm_up import warm_up
+from vllm_kvselect.engine.drop.page_tables import SettledRows
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.platforms import PLATFORMS
+from vllm_kvselect.engine.step.sequences import HeadwiseBatch
 from vllm_kvselect.engine.step.split import Split
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.registry import METHODS
@@ -57,11 +63,20 @@ def eviction(method: str = "adakv-perturb", **values: Any) -> EvictionConfig:
 
 FLASH, TRITON = HeadwiseFlashAttentionBackend, HeadwiseTritonAttentionBackend
 STOCK = {FLASH: FlashAttentionMetadata, TRITON: TritonAttentionMetadata}
-CALLS = {FLASH: (flash_attn, "flash_attn_varlen_func"), TRITON: (triton_attn, "unified_attention")}
+CALLS = {
+    FLASH: ((any_order, "attend"), (flash_attn, "flash_attn_varlen_func")),
+    TRITON: ((triton_attn, "unified_attention"),),
+}
 SCORERS = ("snapkv", "knorm", "defensivekv")
 """A method of each way to score by attention."""
 DTYPES = {FLASH: "bfloat16", TRITON: "float32"}
 """The interpreter multiplies bfloat16 by its bits, and vLLM's kernel does not work around that."""
+
+
+TABLES = replace(
+    WIDE, headwise_page_table=cuda.headwise_page_table, longest_first=cuda.longest_first
+)
+"""The kernels of every step, and references for those of cuts, which take less time."""
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +214,46 @@ def test_an_fp8_cache_with_scales_per_head_is_refused(backend: Any) -> None:
         layer.impl.start(0, layer, layers.state, layers.builder.tables, torch.bfloat16, REFERENCES)
 
 
+class Gathers(TorchDispatchMode):
+    """Takes down what is copied by indices meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_select):
+            self.places.append(args[0].untyped_storage().data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+def test_no_output_is_copied_before_it_is_written(with_sinks: bool) -> None:
+    layers = make_layers(FLASH, "knorm", WIDE, with_sinks=with_sinks)
+    long, short, other = (layers.request(n, n + 10) for n in (100, 20, 24))
+    layers.step((long, 100), (short, 20), (other, 20))
+    # Neither the rows past their cuts nor those before are neighbours.
+    rows = (short, 1), (long, 3), (other, 1)
+    common = layers.common(rows)
+    metadata = layers.build(rows, common)
+    before, after = metadata.parts
+    assert isinstance(before.tokens, torch.Tensor)
+    assert after.max_query_len == 3
+    gathers = Gathers()
+    outputs = layers.forward(rows, common, metadata, guard=lambda: gathers)
+    assert gathers.places
+    assert not {output.untyped_storage().data_ptr() for output in outputs} & {*gathers.places}
+    layers.check(rows, outputs)
+
+
+@pytest.mark.parametrize("num_splits", [0, 32])
+def test_sequences_with_queries_enough_are_not_split(num_splits: int) -> None:
+    impl = make_layers(FLASH).layers[0].impl
+    assert impl.num_queries_per_kv == 2
+    batches = [SimpleNamespace(max_query_len=n, num_splits=num_splits) for n in (1, 255, 256)]
+    assert [impl._num_splits(batch) for batch in batches] == [num_splits, num_splits, 1]
+
+
 class Replays:
     """A decode step captured once, for more rows than there are, and what its calls were given."""
 
@@ -211,20 +266,24 @@ class Replays:
             of_the_graph |= {"cu_seqlens_q", "seqused_k"}
         # What vLLM's Triton call writes for rows that pad a batch nobody reads.
         self._pads_with_zeros = backend is FLASH
-        call = getattr(*CALLS[backend])
 
-        def recorded(**given: Any) -> Any:
+        def recorded(call: Any, *order: torch.Tensor, **given: Any) -> Any:
             if isinstance(given["block_table"], torch.Tensor):
+                own = {**given, **dict(enumerate(order))}
                 self.calls.append(
                     {
                         name: part.data_ptr() if isinstance(part, torch.Tensor) else part
-                        for name, part in given.items()
+                        for name, part in own.items()
                         if name not in of_the_graph
                     }
                 )
-            return call(**given)
+            return call(given, *order) if order else call(**given)
 
-        patch.setattr(*CALLS[backend], recorded)
+        for place in CALLS[backend]:
+            call = partial(recorded, getattr(*place))
+            is_ordered = place == (any_order, "attend")
+            of_all = (lambda given, *order, to=call: to(*order, **given)) if is_ordered else call
+            patch.setattr(*place, of_all)
         self.captured = layers.build_for_capture(num_rows)
 
     def step(self, *rows: tuple[Request, int]) -> None:
@@ -237,6 +296,74 @@ class Replays:
         if self._pads_with_zeros:
             assert not any(output[len(rows) :].any() for output in outputs)
         self.layers.check(rows, outputs)
+
+
+def test_vllms_function_calls_the_operator_as_its_stand_in_takes_it() -> None:
+    """By position: so the names that we call it by are those that vLLM means."""
+    operator = flash_attention.INTERFACE.flash_attn_varlen_func
+    layers = make_layers(FLASH, "knorm", WIDE)
+    long, short = layers.request(70, 75), layers.request(20, 25)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash_attn, "flash_attn_varlen_func", operator)
+        patch.setattr(any_order, "attend", pytest.fail)
+        layers.builder.tables._any_order = False
+        for num_long, num_short in ((70, 20), (1, 1), (2, 1)):
+            layers.step((long, num_long), (short, num_short))
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("kernels", [WIDE, TABLES], ids=["references", "kernels"])
+def test_heads_are_read_longest_first(
+    graphs: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = make_layers(FLASH, "adakv", kernels, graphs=graphs)
+    orders = []
+    attend = any_order.attend
+
+    def noted(given: Any, sequences: torch.Tensor, num_queries: torch.Tensor) -> None:
+        assert num_queries.tolist() == [1] * len(given["seqused_k"])
+        orders.append((sequences[:-1].tolist(), given["seqused_k"].tolist()))
+        attend(given, sequences, num_queries)
+
+    monkeypatch.setattr(any_order, "attend", noted)
+    long, short, other = (layers.request(n, n + 10) for n in (100, 20, 110))
+    layers.step((long, 100), (other, 50))
+    assert orders == []  # nobody has made a cut
+    layers.step((long, 1), (other, 60))
+    layers.step((short, 20), (long, 1), (other, 1))
+    layers.step((short, 1), (other, 1), (long, 1))
+    assert len(orders) == 3 * NUM_LAYERS
+    for sequences, lengths in orders:
+        assert sorted(sequences) == [*range(len(lengths))]
+        assert lengths == sorted(lengths, reverse=True)
+    assert any(sequences != sorted(sequences) for sequences, _ in orders)
+    before = len(orders)
+    layers.step((long, 2), (other, 1))  # one has several queries
+    assert len(orders) == before
+
+
+@pytest.mark.parametrize("reason", ["no operator", "other arguments", "other results", "sinks"])
+def test_where_the_operator_is_not_what_we_know_heads_come_in_order(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = any_order.attend
+
+    def other_arguments(*_: Any) -> None:
+        raise RuntimeError("Unknown keyword argument")
+
+    def other_results(given: Any, sequences: torch.Tensor, num_queries: torch.Tensor) -> None:
+        attend(given, sequences.flip(0), num_queries)
+
+    if reason == "no operator":
+        monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace())
+    elif reason != "sinks":
+        other = other_arguments if reason == "other arguments" else other_results
+        monkeypatch.setattr(any_order, "attend", other)
+    layers = make_layers(FLASH, "knorm", WIDE, graphs=True, with_sinks=reason == "sinks")
+    monkeypatch.setattr(any_order, "attend", pytest.fail)
+    long = layers.request(100, 110)
+    layers.step((long, 100))
+    layers.step((long, 1))
 
 
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
@@ -265,6 +392,49 @@ def test_a_graph_of_a_decode_step_replays_for_other_rows_and_lengths(
     # The same step outside the graph.
     layers.builder.largest_full_graph = 0
     layers.step((short, 1), (other, 1), (long, 1))
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_what_a_step_reads_is_filled_in_only_where_something_changed(
+    graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = make_layers(FLASH, "knorm", graphs=graphs, decode_budget=40, decode_interval=20)
+    long, other = layers.request(100, 125), layers.request(94, 125)
+    filled = Mock(wraps=tables.async_tensor_h2d)
+    monkeypatch.setattr(tables, "async_tensor_h2d", filled)
+
+    def fills(*rows: Request) -> int:
+        before = filled.call_count
+        layers.run(*((request, 1) for request in rows))
+        return filled.call_count - before
+
+    layers.run((long, 100), (other, 94))
+    assert [fills(long, other) for _ in range(4)] == [1, 0, 0, 0]
+    assert [fills(other, long), fills(other, long), fills(long), fills(long)] == [1, 0, 1, 0]
+    layers.preempt(long)
+    layers.run((long, 100), (other, 1))
+    layers.run((long, 7), (other, 1))
+    assert [fills(other, long), fills(other, long)] == [1, 0]
+    made, num_filled = long.prompt.progress.num_made, 0
+    while long.prompt.progress.num_made == made:  # until its round, of which other's is not far
+        of_other = other.prompt.progress.num_made
+        num_filled += fills(other, long) - (other.prompt.progress.num_made - of_other)
+    assert num_filled == 1
+
+
+def test_rows_are_looked_at_only_where_a_scorer_looks_through_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked = Mock(wraps=DeviceSplitter._seen)
+    monkeypatch.setattr(DeviceSplitter, "_seen", lambda *given: looked(*given))
+    for method, num_steps in (("layer-probe", 0), ("snapkv", WINDOW)):
+        layers = make_layers(FLASH, method, WIDE, graphs=True, decode_budget=40, decode_interval=20)
+        request = layers.request(100, 130)
+        layers.step((request, 100))
+        looked.reset_mock()
+        for _ in range(22):  # a round, with steps before those that it looks through
+            layers.step((request, 1))
+        assert looked.call_count == num_steps
 
 
 def test_only_graphs_take_rows_without_a_cut_through_the_one_head_view(backend: Any) -> None:
@@ -348,6 +518,46 @@ def test_what_is_reserved_for_the_tables_is_what_they_allocate(
     assert tables.num_kv_heads == num_kv_heads
     reserved = buffer_bytes(num_seqs, num_kv_heads, num_layers, max_model_len, block_size)
     assert allocated.num_bytes == reserved
+
+
+@pytest.mark.parametrize("any_order", [False, True], ids=["", "longest first"])
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+def test_every_layer_of_every_pass_gets_its_own_table(num_rows: int, any_order: bool) -> None:
+    """As many at once as fit; a layer may come again, and a pass before the last one ended."""
+    num_layers, num_heads, block_size = 3, 2, 4
+    state = RetentionState(60, num_layers, num_heads)
+    ends = torch.randint(9, (60, num_layers, num_heads)).sort(-1).values
+    state.offsets[..., 1:] = ends  # up to eight of two packed blocks' pages in all layers
+    tables = HeadwiseTables(state, 4, 40, block_size, REFERENCES, any_order)
+    rows = SettledRows(
+        torch.arange(1, 1 + 12 * num_rows, dtype=torch.int32).view(num_rows, 12),
+        torch.full((num_rows,), 33, dtype=torch.int32),
+        torch.full((num_rows,), 4, dtype=torch.int32),
+        torch.full((num_rows,), 6, dtype=torch.int32),
+        torch.arange(1, 1 + num_rows),
+    )
+    rows.offsets = state.offsets[rows.first_packed_blocks]
+    everything = (slice(0, num_rows),)
+    batch = HeadwiseBatch(everything[0], everything, rows.seq_lens, 1, 40, rows, None)
+    for index, again in (
+        *((0, False), (1, False), (0, True), (2, False), (1, True)),
+        *((0, False), (1, False)),
+        *((0, False), (1, False), (2, False)),
+    ):
+        if (index, again) == (0, False):
+            rows.seq_lens += 1
+        expected = rows.page_table(state.offsets, block_size)
+        found = tables.of_layer(index, batch, again)
+        order = [*range(num_rows * num_heads)]
+        if any_order:
+            assert batch.orders is not None
+            order = batch.orders.sequences[index, :-1].tolist()
+        assert sorted(order) == [*range(num_rows * num_heads)]
+        for row, sequence in enumerate(order):
+            length = int(expected.seq_lens[index, sequence])
+            pages = slice(0, -(-length // block_size))
+            assert int(found.seq_lens[row]) == length
+            assert torch.equal(found.pages[row, pages], expected.pages[index, sequence, pages])
 
 
 def test_two_stock_parts_of_a_step_do_not_share_one_schedule() -> None:

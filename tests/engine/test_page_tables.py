@@ -5,11 +5,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.plans import planned
-from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.drop import page_tables
 from vllm_kvselect.engine.drop.page_tables import PageTables, SettledRows
-from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.engine.drop.state import RetentionState
 
 BLOCK_SIZE, NUM_LAYERS, NUM_KV_HEADS = 4, 2, 3
@@ -87,9 +84,6 @@ def test_prompts_packed_into_the_same_blocks_are_seen(state: RetentionState) -> 
     tables = PageTables(state, BLOCK_SIZE)
     rows = settled([26])
     assert_up_to_date(tables, rows, state)
-    request = Request(planned(300, 32, EvictionConfig(method="adakv-perturb", budget=128)))
-    state.complete([(request, request.plan.cuts[0])], torch.tensor([1]))
-    state.offsets[rows.first_packed_blocks] = torch.tensor(
-        [[0, 2, 3, 6], [6, 8, 9, 12]], dtype=torch.int32
-    )
+    offsets = torch.tensor([[[0, 2, 3, 6], [6, 8, 9, 12]]])
+    state.store(rows.first_packed_blocks, offsets)
     assert_up_to_date(tables, settled([26]), state)

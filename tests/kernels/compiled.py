@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cuda
+from vllm_kvselect.paging.order import Orders
 from vllm_kvselect.paging.page_table import PageTable
 from vllm_kvselect.scoring.held import Held, Paged
 from vllm_kvselect.scoring.value_norms import OutputProjection
@@ -170,17 +171,12 @@ def launch_all(dtype: torch.dtype, head_size: int) -> None:
         torch.zeros(1, 2 * KV_HEADS, dtype=torch.int32),
     )
     offsets = torch.zeros(1, 2, KV_HEADS + 1, dtype=torch.int32)
-    cuda.headwise_page_table(
-        blocks.view(1, -1).expand(2, -1),
-        integers,
-        integers,
-        integers,
-        offsets,
-        BLOCK_SIZE,
-        1000,
-        0,
-        out,
-    )
+    places = torch.zeros(1, 2 * KV_HEADS + 1, dtype=torch.int32)
+    cuda.longest_first(integers, integers, offsets, BLOCK_SIZE, Orders(places, out.seq_lens))
+    table = blocks.view(1, -1).expand(2, -1)
+    for order in (None, places[:, :-1]):
+        given = table, integers, integers, integers, offsets, BLOCK_SIZE, 1000, 0, out, order
+        cuda.headwise_page_table(*given)
     key = torch.empty(NUM_TOKENS, KV_HEADS, head_size, dtype=dtype).transpose(0, 1)
     blocks_of_keys = cuda.extremes(key, 32)
     queries = torch.empty(NUM_TOKENS, KV_HEADS * GROUP, head_size, dtype=dtype)

@@ -13,7 +13,7 @@ from tests.kernels.twins import *  # noqa: F403 (tests)
 from tests.kernels.unsynchronised import SYNCHRONISING, SynchronisationError, unsynchronised
 from tests.method_cases import SERVED_CASES, MethodCase
 from tests.strategies import Shape, random_layer, scoring_inputs
-from tests.test_page_table import Batch
+from tests.test_page_table import Batch, orders_of
 from tests.uneven import ROUND_CASES
 from vllm_kvselect.choice import retain
 from vllm_kvselect.config import EvictionConfig
@@ -31,6 +31,7 @@ from vllm_kvselect.kernels import triton as triton_kernels
 from vllm_kvselect.kernels.triton import allocation as allocation_kernels
 from vllm_kvselect.kernels.triton import criticality as criticality_kernels
 from vllm_kvselect.kernels.triton import keydiff as keydiff_kernels
+from vllm_kvselect.kernels.triton import longest_first as order_kernels
 from vllm_kvselect.kernels.triton import page_table as page_table_kernels
 from vllm_kvselect.kernels.triton import pruning as pruning_kernels
 from vllm_kvselect.kernels.triton import selection as selection_kernels
@@ -81,6 +82,7 @@ def backend() -> Iterator[Backend]:
             patch.setattr(attention_kernels, "_LEAST_SPLIT", 64)
             patch.setattr(keydiff_kernels, "_PART", 64)
             patch.setattr(page_table_kernels, "_BLOCK", 4)
+            patch.setattr(order_kernels, "_BLOCK", 4)
             patch.setattr(criticality_kernels, "_BLOCKS", 16)
             patch.setattr(criticality_kernels, "_TOKENS", 8)
         yield BACKEND
@@ -162,13 +164,16 @@ def test_compaction_and_page_tables_wait_for_nothing() -> None:
     inputs = [part.to(DEVICE) for part in tensors]
     buffers = PageTable(*(part.to(DEVICE) for part in batch.buffers(2)))
     out = PageTable(*(part[:, :-1] for part in buffers))
+    orders = orders_of(batch, DEVICE)
     cache = torch.zeros(9, 2, 4, 16, device=DEVICE)
     retained = torch.arange(16, device=DEVICE)
     blocks = torch.tensor([7, 3, 8], device=DEVICE)
     pages = compaction.head_pages(blocks, 2)
     with unsynchronised():
         cuda.move_retained(cache, pages, retained, 12, blocks[1:])
-        cuda.headwise_page_table(*inputs, block_size, num_blocks, first_layer, out)
+        cuda.longest_first(inputs[1], inputs[3], inputs[4], block_size, orders)
+        order = orders.sequences[:, :-1]
+        cuda.headwise_page_table(*inputs, block_size, num_blocks, first_layer, out, order)
 
 
 @pytest.mark.parametrize("synchronise", SYNCHRONISING.values(), ids=SYNCHRONISING)

@@ -11,7 +11,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.paging import compaction, page_table
+from vllm_kvselect.paging import compaction, order, page_table
+from vllm_kvselect.paging.order import Orders
 from vllm_kvselect.paging.page_table import PageTable
 from vllm_kvselect.prefilling import criticality
 from vllm_kvselect.prefilling.criticality import Extremes
@@ -40,6 +41,7 @@ class PageTableBuilder(Protocol):
         num_blocks: int,
         first_layer: int = 0,
         out: PageTable | None = None,
+        order: torch.Tensor | None = None,
     ) -> PageTable:
         """Builds page tables; see the reference."""
 
@@ -68,6 +70,7 @@ class Kernels:
         look_up: The numbers that bytes of a quantised cache stand for.
         move_retained: What is retained, from where it is into packed blocks.
         headwise_page_table: Page tables of single heads.
+        longest_first: In which order attention takes single heads.
         extremes: Largest and smallest values of groups of tokens.
         criticality: What share of a segment's attention goes to each block before it.
         over_rows: Twins that compute all rows at once, by the names of their references; what is
@@ -118,6 +121,9 @@ class Kernels:
         compaction.move_retained
     )
     headwise_page_table: PageTableBuilder = page_table.headwise_page_table
+    longest_first: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Orders], None] = (
+        order.longest_first
+    )
     extremes: Callable[[torch.Tensor, int], Extremes] = criticality.extremes
     criticality: Callable[[Extremes, Extremes, float, torch.Tensor], torch.Tensor] = (
         criticality.criticality

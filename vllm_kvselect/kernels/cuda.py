@@ -18,6 +18,7 @@ from vllm_kvselect.kernels.triton.allocation import adaptive_pages, shared_pages
 from vllm_kvselect.kernels.triton.compaction import move_retained
 from vllm_kvselect.kernels.triton.criticality import criticality, extremes
 from vllm_kvselect.kernels.triton.keydiff import keydiff_scores
+from vllm_kvselect.kernels.triton.longest_first import longest_first
 from vllm_kvselect.kernels.triton.page_table import headwise_page_table
 from vllm_kvselect.kernels.triton.paged import takes
 from vllm_kvselect.kernels.triton.probe import probe_scores
@@ -86,6 +87,7 @@ KERNELS = Kernels(
     select=select,
     move_retained=move_retained,
     headwise_page_table=headwise_page_table,
+    longest_first=longest_first,
     extremes=extremes,
     criticality=criticality,
     over_rows=MappingProxyType({twin.__name__: twin for twin in _OVER_ROWS}),

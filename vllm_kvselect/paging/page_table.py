@@ -28,6 +28,7 @@ def headwise_page_table(
     num_blocks: int,
     first_layer: int = 0,
     out: PageTable | None = None,
+    order: torch.Tensor | None = None,
 ) -> PageTable:
     """Builds the page tables of requests whose prompts are compacted, for several layers at once.
 
@@ -50,6 +51,8 @@ def headwise_page_table(
         first_layer: The layer of `offsets[0]`.
         out: Buffers to fill, as a captured graph needs them: nothing is read back for their width,
             and what they hold past a sequence's last page stays.
+        order: The sequence of each row of a layer, `[num_layers, num_reqs * num_kv_heads]`, where
+            it is not the row's own; see `order.py`.
 
     Returns:
         The page tables, `out` if that is given. Every page but a sequence's last one is full.
@@ -94,9 +97,15 @@ def headwise_page_table(
         arange(0, num_kv_heads)[:, None] + layer * layer_pages,
     )
     pages = block * num_kv_heads + slot
-    before = out.pages.view(num_layers, num_reqs, num_kv_heads, -1)
-    out.pages.copy_(torch.where(is_beyond, before, pages).flatten(1, 2))
-    out.seq_lens.copy_((num_run_pages * block_size + tail_len).flatten(1))
+    lengths = (num_run_pages * block_size + tail_len).flatten(1)
+    is_beyond = is_beyond.expand(pages.shape)
+    pages, is_beyond = pages.flatten(1, 2), is_beyond.flatten(1, 2)
+    if order is not None:
+        order = order.to(torch.int64)
+        pages, is_beyond = (part.take_along_dim(order[..., None], 1) for part in (pages, is_beyond))
+        lengths = lengths.gather(1, order)
+    out.pages.copy_(torch.where(is_beyond, out.pages, pages))
+    out.seq_lens.copy_(lengths)
     return out
 
 

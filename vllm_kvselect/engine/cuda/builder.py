@@ -4,7 +4,7 @@ Nothing here waits for the device. What is cut where is decided from what the ho
 their cuts, and lengths that are exact while a prompt is not complete.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,8 +27,7 @@ from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
-from vllm_kvselect.engine.step.rows import Rows
-from vllm_kvselect.engine.step.split import Seen, Sees, Split, Splitter
+from vllm_kvselect.engine.step.split import Decodes, Seen, Sees, Split, Splitter
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.page_table import PageTable
 
@@ -61,15 +60,24 @@ class CudaBackend(AttentionBackend):
 class DeviceSplitter(Splitter):
     """Splits batches whose block tables and lengths are on a device."""
 
-    def decodes(self, common: CommonAttentionMetadata) -> Rows | None:
-        """The rows of a batch of one token a row; None if one has several."""
+    _decodes: Decodes | None = None
+
+    def decodes(self, common: CommonAttentionMetadata) -> Decodes | None:
+        """The rows of a batch of one token a row, as before while they are; None for another."""
         if common.max_query_len != 1:
             return None
-        return self._rows(common, self._requests_of(common))
+        requests, version = self._requests_of(common), self._state.version
+        serials = [request.progress.serial for request in requests]
+        held = self._decodes
+        if held is None or held.version != version or held.serials != serials:
+            self._decodes = Decodes.of(requests, version)
+        return self._decodes
 
-    def seen(self, rows: Rows) -> Seen | None:
+    def seen(self, decodes: Decodes, common: CommonAttentionMetadata) -> Seen | None:
         """The tokens of rows whose queries the next cuts of their requests look through."""
-        return self._seen(rows)
+        if not (self._seq_lens(common).numpy() > decodes.seen_from).any():
+            return None
+        return self._seen(self._rows(common, self._requests_of(common)))
 
     def _seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
         # The lengths themselves: only drafters that run ahead of the host, which are refused, make
@@ -123,12 +131,16 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         compilation = self.vllm_config.compilation_config
         if compilation.cudagraph_mode.has_full_cudagraphs():
             self.largest_full_graph = compilation.max_cudagraph_capture_size or 0
+        any_order = spec.eviction.decode_attention == "backend" and self._takes_any_order(
+            [layer for _, layer in layers]
+        )
         self.tables = HeadwiseTables(
             state,
             self.vllm_config.scheduler_config.max_num_seqs,
             self.vllm_config.model_config.max_model_len,
             self.block_size,
             kernels,
+            any_order,
         )
         dtype = self.vllm_config.model_config.dtype
         if self.largest_full_graph and spec.eviction.may_drop_again:
@@ -160,12 +172,12 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         common, splitter = common_attn_metadata, self._splitter
         assert splitter is None or isinstance(splitter, DeviceSplitter)
         self.take_queries()
-        rows = splitter.decodes(common) if splitter else None
+        decodes = splitter.decodes(common) if splitter else None
         in_graph = self._may_be_in_graph(common)
-        if rows is None or not (in_graph or rows.is_past.any()):
+        if decodes is None or not (in_graph or decodes.cuts.any()):
             return super().build(common_prefix_len, common, fast_build)
         assert isinstance(splitter, DeviceSplitter)
-        wanted = splitter.seen(rows)
+        wanted = splitter.seen(decodes, common)
         seen: Sees | None = wanted
         if wanted is not None:
             wanted.keep()
@@ -173,13 +185,17 @@ class CudaMetadataBuilder(HeadwiseBuilder):
             self.graph_queries.want(None if wanted is None else wanted.queries)
             seen = self.graph_queries
         num_splits = 1 if envs.VLLM_BATCH_INVARIANT else self._max_num_splits(in_graph)
-        batch = self.tables.decode_batch(rows.requests, common, num_splits)
+        batch = self.tables.decode_batch(decodes, common, num_splits)
         return Split([batch], seen)
 
     def take_queries(self) -> None:
         """Takes the last step's queries out of the buffer that the next one overwrites."""
         if self.graph_queries is not None:
             self.graph_queries.hand_over()
+
+    def _takes_any_order(self, layers: Sequence[Any]) -> bool:
+        """Whether attention of these layers takes sequences of one query in any order."""
+        return False
 
     def _max_num_splits(self, in_graph: bool) -> int:
         """Parts into which the call may cut a sequence; 0 leaves it to the call."""

@@ -112,7 +112,8 @@ class CudaImpl(HeadwiseImpl):
         self._split_k = SplitKAttention(self._key_pages, self._value_pages, self.scale)
 
     def _table(self, batch: HeadwiseBatch) -> PageTable:
-        return self._tables.of_layer(self.layer_index, batch.rows)
+        again = self.kv_sharing_target_layer_name is not None
+        return self._tables.of_layer(self.layer_index, batch, again)
 
     def _attend(
         self,

@@ -1,15 +1,15 @@
-"""Head-wise page tables on a device: one pair of buffers for all layers and all graphs."""
+"""Head-wise page tables on a device, in the same buffers for all graphs."""
 
-import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvselect.engine.drop.page_tables import SettledRows
-from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch
+from vllm_kvselect.engine.step.split import Decodes
 from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.paging.order import Orders
 from vllm_kvselect.paging.page_table import PageTable
 
 
@@ -25,16 +25,18 @@ def buffer_bytes(
     max_num_seqs: int, num_kv_heads: int, num_layers: int, max_model_len: int, block_size: int
 ) -> int:
     """Bytes of `HeadwiseTables`; only its smallest part grows with the number of layers."""
-    table = num_kv_heads * (table_width(max_model_len, block_size) + 2)
+    table = num_kv_heads * (table_width(max_model_len, block_size) + 2 + 2 * num_layers)
     offsets = num_layers * (num_kv_heads + 1)
-    return 4 * (max_num_seqs * (table + offsets + 4) + 1)
+    apart = num_layers * (1 + -max_num_seqs * num_kv_heads % 4)
+    return 4 * (max_num_seqs * (table + offsets + 4) + apart + 1)
 
 
 class HeadwiseTables:
-    """Buffers that page tables are built in, layer by layer, and what they are built from.
+    """Buffers that page tables are built in, some layers at once, and what they are built from.
 
     A captured graph reads these tensors again and again. `decode_batch` refills what differs from
-    step to step, outside graphs; `of_layer` launches one kernel, and may be captured.
+    step to step, outside graphs; `of_layer` launches kernels, and may be captured. There is room
+    for the tables of one layer with as many rows as may run, or of more layers with fewer rows.
 
     Args:
         state: State of the group's layers.
@@ -42,6 +44,7 @@ class HeadwiseTables:
         max_model_len: Longest request.
         block_size: Tokens per block.
         kernels: What computes the parts of a choice.
+        any_order: Whether attention takes the sequences of one query in any order.
     """
 
     def __init__(
@@ -51,9 +54,10 @@ class HeadwiseTables:
         max_model_len: int,
         block_size: int,
         kernels: Kernels,
+        any_order: bool = False,
     ) -> None:
-        self._state, self._block_size = state, block_size
-        self._build = kernels.headwise_page_table
+        self._state, self._block_size, self._any_order = state, block_size, any_order
+        self._build, self._longest_first = kernels.headwise_page_table, kernels.longest_first
         num_layers, num_offsets = state.offsets.shape[1:]
         self.num_kv_heads = num_offsets - 1
         num_sequences = max_num_seqs * self.num_kv_heads
@@ -61,44 +65,49 @@ class HeadwiseTables:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=state.offsets.device)
 
-        self._pages = zeros(1, num_sequences, table_width(max_model_len, block_size))
-        self._lengths = zeros(1, num_sequences)
+        self._width = table_width(max_model_len, block_size)
+        self._pages = zeros(num_sequences * self._width)
+        # Triton compiles once more for pointers that are no multiple of 16 bytes.
+        self._lengths = zeros(num_layers, num_sequences + -num_sequences % 4)
+        self._sequences = zeros(num_layers, num_sequences + 1)
+        self._ones = zeros(num_sequences).fill_(1)
         self._cuts = zeros(2, max_num_seqs)
         self._blocks = zeros(max_num_seqs, dtype=torch.int64)
         self._offsets = zeros(max_num_seqs, num_layers, num_offsets)
         self._query_start_loc = torch.arange(
             num_sequences + 1, dtype=torch.int32, device=state.offsets.device
         )
+        self._filled_with: Decodes | None = None
+        self._batch: HeadwiseBatch | None = None
+        self._last, self._held = 0, range(0)
 
     def decode_batch(
-        self, requests: list[Request], common: CommonAttentionMetadata, num_splits: int
+        self, decodes: Decodes, common: CommonAttentionMetadata, num_splits: int
     ) -> HeadwiseBatch:
-        """A batch of one token a row.
+        """A batch of one token a row; the buffers are filled again if the rows are others.
 
         Rows without a cut, and those that pad the batch to a captured size, get the identity
         table: no packed pages, which is what the state has for the null block.
 
         Args:
-            requests: The rows' requests.
+            decodes: The rows.
             common: vLLM's metadata; its tensors are those that a graph has captured.
             num_splits: As in `HeadwiseBatch`.
 
         Returns:
             All rows, in buffers of this object.
         """
-        num_rows = common.num_reqs
-        host = np.zeros((2, num_rows), dtype=np.int32)
-        for row, request in enumerate(requests):
-            if (cut := request.last_cut) is not None:
-                host[:, row] = cut.first_packed, cut.tail_start
-        cuts = self._cuts[:, :num_rows]
-        cuts.copy_(async_tensor_h2d(host, cuts.device))
-        first_packed, tail_start = cuts
-        table, blocks = common.block_table_tensor, self._blocks[:num_rows]
-        # A cut's tail never starts at block 0; block 0 of the pool is the null block.
-        torch.mul(table.gather(1, first_packed[:, None].long())[:, 0], tail_start > 0, out=blocks)
+        num_rows, table = common.num_reqs, common.block_table_tensor
+        cuts, blocks = self._cuts[:, :num_rows], self._blocks[:num_rows]
         offsets = self._offsets[:num_rows]
-        torch.index_select(self._state.offsets, 0, blocks, out=offsets)
+        first_packed, tail_start = cuts
+        if decodes is not self._filled_with:
+            cuts.copy_(async_tensor_h2d(decodes.cuts, cuts.device))
+            # A cut's tail never starts at block 0; block 0 of the pool is the null block.
+            in_table = table.gather(1, first_packed[:, None].long())[:, 0]
+            torch.mul(in_table, tail_start > 0, out=blocks)
+            torch.index_select(self._state.offsets, 0, blocks, out=offsets)
+            self._filled_with = decodes
         return HeadwiseBatch(
             tokens=slice(0, num_rows),
             pairs=(slice(0, num_rows),),
@@ -110,33 +119,65 @@ class HeadwiseTables:
             num_splits=num_splits,
         )
 
-    def of_layer(self, index: int, rows: SettledRows) -> PageTable:
-        """Builds the page table of one layer, in the buffers that all layers use.
+    def num_queries(self, batch: HeadwiseBatch) -> torch.Tensor:
+        """Those of each sequence of a batch that has an order, `[n]` int32."""
+        return self._ones[: self._num_sequences(batch)]
+
+    def of_layer(self, index: int, batch: HeadwiseBatch, again: bool = False) -> PageTable:
+        """The page table of one layer, built together with those of the layers behind it.
 
         Args:
             index: The layer's place in the group.
-            rows: The rows; their state is complete in this layer.
+            batch: The batch, which learns the order of its sequences from its first layer.
+            again: Whether the layer reads the cache of one that came before it.
 
         Returns:
             `[num_rows * num_kv_heads, width]` pages and their lengths.
         """
-        num_sequences = len(rows.seq_lens) * self.num_kv_heads
-        out = PageTable(self._pages[:, :num_sequences], self._lengths[:, :num_sequences])
-        if rows.offsets is not None:
-            # Strides are the same for any number of rows: a captured launch compiles nothing.
-            offsets = rows.offsets.transpose(0, 1)[index : index + 1]
-        else:
-            of_layer = self._state.offsets[:, index]
-            offsets = of_layer.index_select(0, rows.first_packed_blocks).unsqueeze(0)
-        table = self._build(
+        num_sequences = self._num_sequences(batch)
+        if batch is not self._batch or not (again or index > self._last):
+            self._begin(batch)
+        if not again:
+            self._last = index
+        # As many layers at once as there is room for: for all where few rows run.
+        room = len(self._pages) // (num_sequences * self._width)
+        pages = self._pages[: room * num_sequences * self._width]
+        pages = pages.view(room, num_sequences, self._width)
+        if index not in self._held:
+            # One that comes again is not followed by those behind it.
+            end = index + (1 if again else min(room, len(self._lengths) - index))
+            self._held = range(index, end)
+            self._fill(batch, slice(index, end), pages[: end - index])
+        return PageTable(pages[index - self._held.start], self._lengths[index, :num_sequences])
+
+    def _begin(self, batch: HeadwiseBatch) -> None:
+        """Forgets what is held, and finds the order of the sequences of all layers."""
+        self._batch, self._held = batch, range(0)
+        if self._any_order and batch.max_query_len == 1:
+            rows, num_sequences = batch.rows, self._num_sequences(batch)
+            assert rows.offsets is not None
+            of_all = self._sequences[:, : num_sequences + 1], self._lengths[:, :num_sequences]
+            batch.orders = Orders(*of_all)
+            given = rows.seq_lens, rows.tail_start, rows.offsets.transpose(0, 1), self._block_size
+            self._longest_first(*given, batch.orders)
+
+    def _fill(self, batch: HeadwiseBatch, layers: slice, pages: torch.Tensor) -> None:
+        """Builds the page tables of some layers."""
+        rows = batch.rows
+        assert rows.offsets is not None
+        self._build(
             rows.block_table,
             rows.seq_lens,
             rows.first_packed,
             rows.tail_start,
-            offsets,
+            # Strides are the same for any number of rows: a captured launch compiles nothing.
+            rows.offsets.transpose(0, 1)[layers],
             self._block_size,
             len(self._state.offsets),
-            index,
-            out,
+            layers.start,
+            PageTable(pages, self._lengths[layers, : pages.shape[1]]),
+            None if batch.orders is None else batch.orders.sequences[layers, :-1],
         )
-        return PageTable(table.pages[0], table.seq_lens[0])
+
+    def _num_sequences(self, batch: HeadwiseBatch) -> int:
+        return len(batch.rows.seq_lens) * self.num_kv_heads

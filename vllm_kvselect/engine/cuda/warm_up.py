@@ -6,7 +6,6 @@ their blocks are the null block, which nobody reads.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cuda.builder import CudaMetadataBuilder
 from vllm_kvselect.engine.cuda.tables import table_width
 from vllm_kvselect.engine.drop.request import Request
+from vllm_kvselect.engine.step.split import Decodes
 from vllm_kvselect.planning.cuts import Cut, cuts
 from vllm_kvselect.planning.plan import Plan, plan
 from vllm_kvselect.registry import METHODS
@@ -55,10 +55,10 @@ def warm_up(
     builder.state.clear()
     nothing = Request(Plan(0, eviction))
     _step(builder, nothing, 1, 1)
-    rows = builder.tables.decode_batch([nothing], _common(builder, 1, 1), 0).rows
+    decodes = Decodes.of([nothing], builder.state.version)
+    batch = builder.tables.decode_batch(decodes, _common(builder, 1, 1), 0)
     for index in range(len(builder.layers)):
-        builder.tables.of_layer(index, rows)
-        builder.tables.of_layer(index, replace(rows, offsets=None))
+        builder.tables.of_layer(index, batch)
     if builder.graph_queries is not None:
         builder.graph_queries.want(None)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -23,6 +24,7 @@ class Progress:
     """How far a request has come since it began, or began again: preemption puts a new one here.
 
     Attributes:
+        serial: No other progress has it.
         num_made: Cuts that are made: what they retain is packed.
         num_found: Tokens that came with a compressed context, 0 if it found none.
         queries: The queries that its next drops look through.
@@ -34,6 +36,7 @@ class Progress:
         followed: Numbers of what a drafter's layers hold packed, where these share pages.
     """
 
+    serial: int = field(default_factory=count().__next__, init=False)
     num_made: int = 0
     num_found: int = 0
     queries: LastQueries = field(default_factory=LastQueries)

@@ -39,8 +39,8 @@ class RetentionState:
 
     `stopwatch` times cuts, `estimate_stopwatch` the choice of blocks that sparse segments read.
     `completed` lists the cuts that were made for the
-    first time since the worker last took it, for its report. `version` counts all cuts, so that
-    what was built from the offsets is known to be out of date.
+    first time since the worker last took it, for its report. `version` counts changes of the
+    offsets, so that what was built from them is known to be out of date.
 
     Args:
         num_blocks: Kernel blocks of the KV cache.
@@ -81,10 +81,12 @@ class RetentionState:
             offsets: `[n, num_layers, num_kv_heads + 1]`.
         """
         self.offsets[keys] = offsets.to(self.offsets.dtype)
+        self.version += 1
 
     def clear(self) -> None:
         """Forgets everything: the state is as new."""
         self.offsets.zero_()
+        self.version += 1
         self.reset_counts()
         self.completed.clear()
 
@@ -101,7 +103,6 @@ class RetentionState:
             made: Requests, each with its cut.
             keys: As of `store`.
         """
-        self.version += 1
         longest_runs: Sequence[Arriving | None] = [None] * len(made)
         if any(cut is not request.plan.cuts[-1] for request, cut in made):
             longest_runs = Arriving.each(self.offsets[keys].diff(dim=-1).amax((1, 2)))

@@ -151,9 +151,11 @@ class HeadwiseImpl(ABC):
         if tokens is None:
             forward(layer, query, key, value, kv_cache, part.metadata, output)
             return
-        attended = output[tokens]
-        forward(layer, query[tokens], key, value, kv_cache, part.metadata, attended)
-        if not isinstance(tokens, slice):
+        own = query[tokens]
+        is_view = isinstance(tokens, slice)
+        attended = output[tokens] if is_view else output.new_empty(len(own), *output.shape[1:])
+        forward(layer, own, key, value, kv_cache, part.metadata, attended)
+        if not is_view:
             output[tokens] = attended
 
     def _sparse_table(
@@ -182,8 +184,9 @@ class HeadwiseImpl(ABC):
         # Fails if it cannot be a view: what is written has to arrive.
         query, output = query.view(by_head), output.view(by_head)
         for call in batch.calls(table, self.num_kv_heads, self.sinks):
-            attended = call.take(output)
-            self._attend(layer, call.take(query), batch, call, attended)
+            own = call.take(query)
+            attended = call.room(own, output)
+            self._attend(layer, own, batch, call, attended)
             call.put(attended, output)
 
     @abstractmethod

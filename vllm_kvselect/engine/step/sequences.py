@@ -19,6 +19,7 @@ from vllm_kvselect.engine.step.rows import (
     start_loc,
     token_indices,
 )
+from vllm_kvselect.paging.order import Orders
 from vllm_kvselect.paging.page_table import PageTable
 
 
@@ -47,10 +48,23 @@ class Call(NamedTuple):
             by_head = by_head[self.pairs]
         return by_head.flatten(0, -3)
 
+    def room(self, query: torch.Tensor, by_head: torch.Tensor) -> torch.Tensor:
+        """Where they write: what `take` gives if that is a view, else memory for `put`.
+
+        Args:
+            query: What they took of the queries.
+            by_head: Outputs of all tokens.
+        """
+        return by_head.new_empty(query.shape) if self._is_copied else self.take(by_head)
+
     def put(self, part: torch.Tensor, by_head: torch.Tensor) -> None:
-        """Writes back what `take` could not give as a view."""
-        if any(isinstance(index, torch.Tensor) for index in self.pairs):
+        """Writes back what could not be written as a view."""
+        if self._is_copied:
             by_head[self.pairs] = part.view(-1, *by_head.shape[len(self.pairs) :])
+
+    @property
+    def _is_copied(self) -> bool:
+        return any(isinstance(index, torch.Tensor) for index in self.pairs)
 
 
 @dataclass
@@ -64,6 +78,7 @@ class OneHeadBatch:
         max_query_len: Most queries of a sequence.
         max_seq_len: Upper bound on its entries.
         num_splits: Most parts into which the kernel may cut a sequence; 0 leaves it to the kernel.
+        orders: Where the rows of page tables come in another order: each layer's.
     """
 
     tokens: Tokens
@@ -72,6 +87,7 @@ class OneHeadBatch:
     max_query_len: int
     max_seq_len: int
     num_splits: int = field(default=0, kw_only=True)
+    orders: Orders | None = field(default=None, kw_only=True)
 
     def calls(
         self, table: PageTable, num_kv_heads: int, sinks: torch.Tensor | None

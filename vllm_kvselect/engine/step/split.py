@@ -5,7 +5,7 @@ A row whose request has made a cut reads what it retains. All others stay vLLM's
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -38,6 +38,9 @@ class StockPart:
     common: CommonAttentionMetadata
     metadata: Any = None
 
+
+NEVER = np.iinfo(np.int64).max
+"""A position that no request comes to."""
 
 Part = StockPart | HeadwiseBatch | SparseBatch
 """Tokens of a batch and the call that computes them."""
@@ -99,6 +102,38 @@ class Split:
     def stock_parts(self) -> list[StockPart]:
         """Parts for which vLLM's builder has to make metadata."""
         return [p for p in (*self.parts, *(self.sparse or ())) if isinstance(p, StockPart)]
+
+
+class Decodes(NamedTuple):
+    """What the host knows of a batch of one token a row: one object while nothing of it changes.
+
+    Attributes:
+        version: Of the state.
+        serials: Of the progress of each row's request: where this is another one, so is the row.
+        cuts: The first packed block and the first of the tail of each row's last cut, `[2, n]`
+            int32; 0 without one.
+        seen_from: Position of the first query that a later cut of the row looks through, `[n]`
+            int64.
+    """
+
+    version: int
+    serials: list[int]
+    cuts: np.ndarray
+    seen_from: np.ndarray
+
+    @classmethod
+    def of(cls, requests: list[Request], version: int) -> Self:
+        """What is known of requests at a version of the state."""
+        made = [request.last_cut for request in requests]
+        to_come = [(request, request.next_cut) for request in requests]
+        cuts = [(0, 0) if cut is None else (cut.first_packed, cut.tail_start) for cut in made]
+        seen_from = [NEVER if cut is None else row.first_query(cut) for row, cut in to_come]
+        return cls(
+            version,
+            [request.progress.serial for request in requests],
+            np.array(cuts, dtype=np.int32).T,
+            np.array(seen_from, dtype=np.int64),
+        )
 
 
 class Splitter:

@@ -1,6 +1,6 @@
 """Head-wise page tables in buffers that outlive a graph; `vllm_kvselect/paging/page_table.py`.
 
-One program a sequence writes the pages that it has: the buffers' width costs nothing.
+One program a row writes the pages that its sequence has: the buffers' width costs nothing.
 """
 
 import torch
@@ -25,6 +25,7 @@ def headwise_page_table(
     num_blocks: int,
     first_layer: int = 0,
     out: PageTable | None = None,
+    order: torch.Tensor | None = None,
 ) -> PageTable:
     """Twin of `page_table.headwise_page_table` for given buffers, whose width is known."""
     if out is None:
@@ -56,6 +57,8 @@ def headwise_page_table(
         *pages.stride()[:2],
         out.seq_lens,
         out.seq_lens.stride(0),
+        order,
+        0 if order is None else order.stride(0),
         BLOCK=_BLOCK,
     )
     return out
@@ -69,8 +72,10 @@ def headwise_page_table(
         "first_layer",
         "pages_layer_stride",
         "lengths_layer_stride",
+        "order_layer_stride",
     ],
-    do_not_specialize_on_alignment=["offsets_ptr"],
+    # Of the layers from some one on.
+    do_not_specialize_on_alignment=["offsets_ptr", "lengths_ptr", "order_ptr"],
 )
 def _pages_kernel(
     block_table_ptr,
@@ -89,10 +94,16 @@ def _pages_kernel(
     pages_row_stride,
     lengths_ptr,
     lengths_layer_stride,
+    order_ptr,
+    order_layer_stride,
     BLOCK: tl.constexpr,
 ):
     head, req, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    num_kv_heads, sequence = tl.num_programs(0), req * tl.num_programs(0) + head
+    num_kv_heads, row = tl.num_programs(0), req * tl.num_programs(0) + head
+    if order_ptr is not None:
+        sequence = tl.load(order_ptr + layer * order_layer_stride + row).to(tl.int32)
+        req = sequence // num_kv_heads
+        head = sequence - req * num_kv_heads
     block_table_ptr += req.to(tl.int64) * block_table_stride
     offsets_ptr += layer * offsets_layer_stride + req * offsets_req_stride + head
     start, end = tl.load(offsets_ptr).to(tl.int32), tl.load(offsets_ptr + 1).to(tl.int32)
@@ -102,9 +113,9 @@ def _pages_kernel(
     tail_len = tl.load(seq_lens_ptr + req).to(tl.int32) - tail_start * block_size
     num_packed = tl.maximum(tail_start - first_packed, 1)
     length = num_run_pages * block_size + tail_len
-    tl.store(lengths_ptr + layer * lengths_layer_stride + sequence, length)
+    tl.store(lengths_ptr + layer * lengths_layer_stride + row, length)
     num_pages = tl.cdiv(length, block_size)
-    pages_ptr += layer * pages_layer_stride + sequence.to(tl.int64) * pages_row_stride
+    pages_ptr += layer * pages_layer_stride + row.to(tl.int64) * pages_row_stride
     for first in range(0, num_pages, BLOCK):
         column = first + tl.arange(0, BLOCK)
         run_page = start + column

@@ -1,0 +1,34 @@
+"""Launches of a decode step; see `decode_steps.py`."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+from tests.engine.decode_steps import FEW_ROWS, NUM_LAYERS
+
+pytestmark = pytest.mark.timeout(1000)  # a minute on a busy machine
+
+
+def test_launches_of_a_decode_step_are_one_and_a_table_for_as_many_layers_as_fit() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.engine.decode_steps", "launches"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert result.returncode == 0, result.stderr
+    launches: dict[str, list[str]] = json.loads(result.stdout.splitlines()[-1])
+    for num_rows in FEW_ROWS:
+        at_once = max(FEW_ROWS) // num_rows
+        tables = ["_pages_kernel"] * (NUM_LAYERS // at_once)
+        own = [launch for launch in launches[str(num_rows)] if launch != "aten.clone.default"]
+        assert own == ["_longest_first_kernel", *tables]
+        # Queries of several rows that come as slices of a fused projection.
+        num_copies = len(launches[str(num_rows)]) - len(own)
+        assert num_copies == (0 if num_rows == 1 else NUM_LAYERS)
