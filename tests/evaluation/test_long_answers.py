@@ -14,7 +14,7 @@ from vllm_kvselect.offline.texts import read_texts
 
 def examples(tokenizer: PreTrainedTokenizerBase, **values: Any) -> list[Example]:
     values = {"suite": "long-answers", "num_examples": 2, **values}
-    return long_answers(EvaluationConfig.parse(values), tokenizer)
+    return long_answers(EvaluationConfig.parse({"methods": ("snapkv",)} | values), tokenizer)
 
 
 def text_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -65,7 +65,7 @@ def examples(
     tokenizer: PreTrainedTokenizerBase, folder: Path | str, **values: Any
 ) -> list[Example]:
     values = {"suite": "longbench", "data": str(folder), "num_examples": 2, **values}
-    return longbench(EvaluationConfig.parse(values), tokenizer)
+    return longbench(EvaluationConfig.parse({"methods": ("snapkv",)} | values), tokenizer)
 
 
 def test_every_set_is_there_with_its_metric_and_its_length(

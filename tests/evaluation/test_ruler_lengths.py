@@ -26,7 +26,7 @@ def known() -> dict[str, Task]:
 
 
 def config(**values: Any) -> EvaluationConfig:
-    return EvaluationConfig.parse({"suite": "ruler", "num_examples": 2} | values)
+    return EvaluationConfig.parse({"suite": "ruler", "methods": ("snapkv",), "num_examples": 2} | values)
 
 
 @pytest.fixture

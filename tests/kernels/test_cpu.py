@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.backend import EPS, Backend
 from tests.kernels.twins import *  # noqa: F403 (tests)
-from tests.method_cases import METHOD_CASES, MethodCase, every_method_case
+from tests.method_cases import SERVED_CASES, MethodCase, every_method_case
 from tests.strategies import Shape, few, random_layer, scoring_inputs, seeds, shapes, some
 from tests.uneven import every_round_case, retain_uneven, some_absent, unevens
 from vllm_kvselect.choice import retain
@@ -24,7 +24,7 @@ BACKEND = Backend(
     cpu.KERNELS,
     cpu,
     lambda *arguments: cpu.select_and_project(*arguments)[1],
-    METHOD_CASES,
+    SERVED_CASES,
     pack=cpu.pack,
 )
 TIERS = ["float32"] if fast_dtype() == torch.float32 else ["native", "float32"]
