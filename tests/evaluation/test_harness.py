@@ -66,7 +66,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def parse(folder: Path, *tasks: str, **values: Any) -> EvaluationConfig:
     given = {"suite": "harness", "through": "engine", "tasks": tasks, "data": str(folder)}
-    return EvaluationConfig.parse({"methods": ("snapkv",), **given, "out": folder / "out", **values})
+    return EvaluationConfig.parse(
+        {"methods": ("snapkv",), **given, "out": folder / "out", **values}
+    )
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,9 @@ def known() -> dict[str, Task]:
 
 
 def config(**values: Any) -> EvaluationConfig:
-    return EvaluationConfig.parse({"suite": "ruler", "methods": ("snapkv",), "num_examples": NUM_EXAMPLES} | values)
+    return EvaluationConfig.parse(
+        {"suite": "ruler", "methods": ("snapkv",), "num_examples": NUM_EXAMPLES} | values
+    )
 
 
 def published(task: str, length: int, save_dir: Path) -> list[dict[str, Any]]:

@@ -26,7 +26,9 @@ def known() -> dict[str, Task]:
 
 
 def config(**values: Any) -> EvaluationConfig:
-    return EvaluationConfig.parse({"suite": "ruler", "methods": ("snapkv",), "num_examples": 2} | values)
+    return EvaluationConfig.parse(
+        {"suite": "ruler", "methods": ("snapkv",), "num_examples": 2} | values
+    )
 
 
 @pytest.fixture
