@@ -56,11 +56,18 @@ def test_the_server_goes_on_after_a_request_it_cannot_serve(
     assert answer["usage"]["completion_tokens"] == 8
 
 
-def test_help_has_a_group_of_its_own() -> None:
+@pytest.mark.parametrize(
+    ("group", "options"),
+    [
+        ("kv-eviction", ("--kv-eviction ", "-budget", "-allow-override", "-config", "-experts")),
+        ("kv-eviction-experts", ("-window", "-alpha")),
+    ],
+)
+def test_help_has_groups_of_its_own(group: str, options: tuple[str, ...]) -> None:
     vllm = Path(sys.executable).with_name("vllm")
-    command = [vllm, "serve", "--help=KVEviction"]
+    command = [vllm, "serve", f"--help={group}"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    for option in ("--kv-eviction ", "-budget", "-window", "-alpha", "-allow-override", "-config"):
+    for option in options:
         assert option in result.stdout
 
 
