@@ -81,6 +81,9 @@ class Request:
     def _at_prompt(self, cut: Cut, layers: Sequence[Any]) -> list[tuple[Owner, int]]:
         eviction, chosen = self.prompt.plan.settings, []
         first_query = -eviction.window
+        if self.prompt.plan.num_in_prompt > 1:
+            # Where heads will differ at later cuts, all are made by the rule for such heads.
+            eviction = eviction.model_copy(update={"floor": "minimum"})
         for pool in self._pools:
             inputs = []
             for layer in pool:
