@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.backend import EPS, Backend
 from tests.kernels.twins import *  # noqa: F403 (tests)
-from tests.method_cases import SERVED_CASES, MethodCase, every_method_case
+from tests.method_cases import SERVED_CASES, MethodCase
 from tests.strategies import Shape, few, random_layer, scoring_inputs, seeds, shapes, some
 from tests.uneven import every_round_case, retain_uneven, some_absent, unevens
 from vllm_kvselect.choice import retain
@@ -115,7 +115,7 @@ def test_exponentials_are_exact_to_a_few_digits_of_float32_over_their_whole_rang
     torch.testing.assert_close(scores.double(), expected, rtol=64 * EPS, atol=15 * 2.0**-126)
 
 
-@every_method_case
+@pytest.mark.parametrize("case", SERVED_CASES, ids=[case.name for case in SERVED_CASES])
 @few
 @given(shape=shapes(), seed=seeds)
 def test_what_is_retained_is_as_good_as_what_the_reference_retains(
