@@ -21,7 +21,7 @@ COMMAND = "runs vLLM's command, which needs orjson from 0.33 on, and 0.32 does n
 NOT_RUN = {
     "tests/engine/test_cpu_pages.py": KERNEL,
     "tests/engine/test_cpu_schedules.py": KERNEL,
-    "tests/engine/test_server.py::test_help_has_a_group_of_its_own": COMMAND,
+    "tests/engine/test_server.py::test_help_has_groups_of_its_own": COMMAND,
 }
 """Modules, and tests of modules, by what they need; beside them all that is marked `engine`."""
 
