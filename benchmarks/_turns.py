@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -33,9 +33,10 @@ class TurnTaker:
     Args:
         script: File of the calling script, which hands its children to `answer_in_turns`.
         job: The child's job; without an `eviction` mapping the plugin is not even loaded.
+        environment: What its environment has besides.
     """
 
-    def __init__(self, script: str, job: Job) -> None:
+    def __init__(self, script: str, job: Job, environment: Mapping[str, str] | None = None) -> None:
         # `__exit__` closes it, after the child: no `with` for SIM115.
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._child = subprocess.Popen(
@@ -43,7 +44,7 @@ class TurnTaker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=child_environment(job) | IN_PROCESS,
+            env=child_environment(job) | IN_PROCESS | dict(environment or {}),
             text=True,
             bufsize=1,
         )

@@ -1,11 +1,13 @@
 """What `make fast` leaves out is there to be left out, and everything else is not slow."""
 
 import ast
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from tests import slow
+from tests.next.plugin import NOT_RUN
 
 
 def functions_of(file: Path) -> set[str]:
@@ -19,14 +21,24 @@ def functions_of(file: Path) -> set[str]:
     return found
 
 
+def missing(names: Iterable[str]) -> list[str]:
+    """Those that name no test function, or no module."""
+    parts = {name: name.partition("::") for name in names}
+    return [
+        name
+        for name, (path, _, function) in parts.items()
+        if not (slow.ROOT / path).exists()
+        or (function and function not in functions_of(slow.ROOT / path))
+    ]
+
+
 def test_every_function_in_the_file_exists() -> None:
     """Moved or renamed ones are to be moved in the file too, or the file measured anew."""
-    missing = []
-    for name in slow.named():
-        path, _, function = name.partition("::")
-        if function not in functions_of(slow.ROOT / path):
-            missing.append(name)
-    assert not missing
+    assert not missing(slow.named())
+
+
+def test_what_the_next_release_does_not_run_exists() -> None:
+    assert not missing(NOT_RUN)
 
 
 def test_what_the_file_names_is_marked(request: pytest.FixtureRequest) -> None:

@@ -1,14 +1,10 @@
 """Nothing is mixed with the host, and nothing read back; see `fake_device.py`."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("triton")
 from tests.engine.fake_device import CANARIES, runs
+from tests.own_process import said_by
 
 pytestmark = [pytest.mark.xdist_group("fake device"), pytest.mark.timeout(1000)]
 """One process does for all, and takes minutes on a busy machine."""
@@ -17,17 +13,7 @@ pytestmark = [pytest.mark.xdist_group("fake device"), pytest.mark.timeout(1000)]
 @pytest.fixture(scope="module")
 def found() -> dict[str, object]:
     """What a process with a device of its own says of each run."""
-    command = [sys.executable, "-m", "tests.engine.fake_device"]
-    result = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stderr
-    said: dict[str, object] = json.loads(result.stdout.splitlines()[-1])
+    said: dict[str, object] = said_by("tests.engine.fake_device")
     return said
 
 

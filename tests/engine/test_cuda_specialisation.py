@@ -1,13 +1,9 @@
 """Triton compiles nothing while requests are served; see `specialisation.py`."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.engine.cuda_traffic import SERVERS
+from tests.own_process import said_by
 
 pytestmark = [pytest.mark.xdist_group("specialisation"), pytest.mark.timeout(1000)]
 """One process does for all, and takes minutes on a busy machine."""
@@ -16,18 +12,10 @@ pytestmark = [pytest.mark.xdist_group("specialisation"), pytest.mark.timeout(100
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, tuple[int, list[str]]]:
     """For each server the number of keys that its warm-up made, and those that traffic added."""
-    command = [sys.executable, "-m", "tests.engine.specialisation"]
     settings = {"TRITON_INTERPRET": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
-    result = subprocess.run(
-        command,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+    found: dict[str, tuple[int, list[str]]] = said_by(
+        "tests.engine.specialisation", timeout=300, **settings
     )
-    assert result.returncode == 0, result.stderr
-    found: dict[str, tuple[int, list[str]]] = json.loads(result.stdout.splitlines()[-1])
     return found
 
 

@@ -1,29 +1,16 @@
 """Launches of a decode step; see `decode_steps.py`."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("triton")
 from tests.engine.decode_steps import FEW_ROWS, NUM_LAYERS
+from tests.own_process import said_by
 
 pytestmark = pytest.mark.timeout(1000)  # a minute on a busy machine
 
 
 def test_launches_of_a_decode_step_are_one_and_a_table_for_as_many_layers_as_fit() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.engine.decode_steps", "launches"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stderr
-    launches: dict[str, list[str]] = json.loads(result.stdout.splitlines()[-1])
+    launches: dict[str, list[str]] = said_by("tests.engine.decode_steps", "launches")
     for num_rows in FEW_ROWS:
         at_once = max(FEW_ROWS) // num_rows
         tables = ["_pages_kernel"] * (NUM_LAYERS // at_once)

@@ -1,11 +1,8 @@
 """Launches of a step's cuts; see `whole_cuts.py`."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.own_process import said_by
 
 pytestmark = [pytest.mark.xdist_group("whole cuts"), pytest.mark.timeout(1000)]
 """One process does for all, and takes minutes on a busy machine."""
@@ -31,16 +28,7 @@ BY_REQUEST = ["knorm", "streaming-llm", "random", "r-kv"]
 @pytest.fixture(scope="module")
 def counted() -> dict[str, list[int]]:
     """Launches of each method: of a few layers, of more, and of more requests."""
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.engine.whole_cuts", *MOST, *BY_REQUEST],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stderr
-    found: dict[str, list[int]] = json.loads(result.stdout.splitlines()[-1])
+    found: dict[str, list[int]] = said_by("tests.engine.whole_cuts", *MOST, *BY_REQUEST)
     return found
 
 

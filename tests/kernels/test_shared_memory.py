@@ -6,16 +6,13 @@ least. What moves fp8 is compiled everywhere, what may read it from sm_89 on, an
 float32 at 256 where there is least memory.
 """
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.kernels.compiled import SHARED_BYTES
 from tests.kernels.test_triton import KERNELS
+from tests.own_process import said_by
 from vllm_kvselect.kernels.triton import products
 
 pytestmark = pytest.mark.timeout(1000)  # a card takes minutes on a busy machine
@@ -32,13 +29,8 @@ def compiled(card: int, folder: Path) -> dict[str, int]:
 
     What Triton has compiled is kept in the folder, by its sources and by Triton's own.
     """
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
-    command = [sys.executable, "-m", "tests.kernels.compiled", str(card)]
-    run = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=900
-    )
-    assert run.returncode == 0, run.stderr
-    ((_, found),) = json.loads(run.stdout.splitlines()[-1]).items()
+    settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    ((_, found),) = said_by("tests.kernels.compiled", str(card), **settings).items()
     return dict(found)
 
 

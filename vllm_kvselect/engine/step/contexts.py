@@ -122,7 +122,6 @@ class StoredContexts:
         self._bytes.index_copy_(0, self._places(block_ids), pages)
         key = torch.tensor(block_ids[:1], device=device)
         self._state.store(key, stored.offsets[None].to(device))
-        self._state.version += 1
 
 
 def least_of_all_ranks(numbers: list[int]) -> list[int]:
