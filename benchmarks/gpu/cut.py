@@ -90,7 +90,7 @@ class Layers:
             folder,
             skip_tokenizer_init=True,
             load_format="dummy",
-            dtype="bfloat16" if HAS_CARD else "float32",
+            dtype="bfloat16",
             block_size=self.block_size,
             max_model_len=most_tokens + 1,
             max_num_seqs=most,
