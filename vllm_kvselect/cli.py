@@ -237,7 +237,7 @@ def _outcome(
     num_blocks = ceil(num_prompt_tokens / block_size)
     num_dropped, num_freed, first_of_tail = 0, 0, 0
     if cut is not None:
-        num_dropped = cut.first_packed * page_size
+        num_dropped = cut.num_dropped * page_size
         num_freed, first_of_tail = cut.num_freed, min(cut.first_of_tail, num_blocks)
     return _Outcome(
         entries=num_prompt_tokens - num_dropped,

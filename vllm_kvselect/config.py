@@ -304,8 +304,8 @@ class EvictionConfig(BaseModel):
         if self.decode_budget and self.context is not None:
             raise ValueError(
                 f"decode_budget = {self.decode_budget!r} is not accepted with context = "
-                f"{self.context!r}: rounds would overwrite entries that others read; leave one of "
-                "them out"
+                f"{self.context!r}: what comes with a context that is found is not cut again; "
+                "leave one of them out"
             )
         return self
 

@@ -176,6 +176,7 @@ class Layers:
     def come_to_cut(self, config: EvictionConfig, lengths: Sequence[int]) -> None:
         """Puts requests before their cut, and the cache as it was before any."""
         from vllm_kvselect.engine.drop.request import Request
+        from vllm_kvselect.engine.notice import Swap
         from vllm_kvselect.planning.plan import plan
         from vllm_kvselect.scoring.memory import StepQueries
 
@@ -187,7 +188,9 @@ class Layers:
             request = Request(plan(config, None, None, length, self.block_size))
             cut, progress = request.plan.cuts[0], request.progress
             request.num_computed = cut.position
-            progress.block_ids = [next(blocks) for _ in range(self._num_blocks(length))]
+            held = [next(blocks) for _ in range(self._num_blocks(length))]
+            # In an empty pool the fresh blocks are those that were given back.
+            progress.swap = Swap(held, held[cut.first_packed : cut.tail_start])
             if (first := request.first_query(cut)) < cut.position:
                 progress.queries.keep(seen, index * self.window, first, cut.position)
             self.due.append(request)
@@ -244,9 +247,7 @@ class Layers:
         found = []
         for cache in self.memory.chunk(self.num_layers):
             for request in self.due:
-                cut = request.plan.cuts[0]
-                packed = request.progress.block_ids[cut.first_packed : cut.tail_start]
-                bits = cache[packed].view(torch.int16).long().flatten(0, 2)
+                bits = cache[request.progress.swap.fresh].view(torch.int16).long().flatten(0, 2)
                 weights = torch.arange(1, bits.shape[1] + 1, device=DEVICE).square()
                 found.append((bits * weights).sum(-1))
         return torch.cat(found).cpu()

@@ -36,6 +36,7 @@ from tests.strategies import random_probe
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cuda.flash_attention import HeadwiseFlashAttentionBackend
 from vllm_kvselect.engine.drop.request import Request as LiveRequest
+from vllm_kvselect.engine.notice import Swap
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.planning.plan import Plan
@@ -190,10 +191,22 @@ class Layers:
 
     def preempt(self, request: Request) -> None:
         """Takes a request's blocks, as the scheduler does."""
-        self._overwrite(request.blocks)
-        self.free = request.blocks + self.free
+        held = [block for block in request.blocks if block]
+        self._overwrite(held)
+        self.free = held + self.free
         request.blocks, request.num_computed = [], 0
         request.prompt.pause()
+
+    def _swap(self, request: Request) -> None:
+        """Gives the blocks of a due cut back, and takes fresh ones, as the scheduler does."""
+        cut, progress = request.prompt.due_cut, request.prompt.progress
+        places = None if cut is None else slice(cut.first_packed, cut.tail_start)
+        if cut is None or request.blocks[places] == progress.swap.fresh:
+            return
+        fresh = [self.free.pop(0) for _ in range(cut.num_packed)]
+        progress.swap = Swap(request.blocks[: -(-cut.position // BLOCK_SIZE)], fresh)
+        request.given_back = [block for block in request.blocks[: cut.tail_start] if block]
+        request.blocks[: cut.tail_start] = [0] * cut.first_packed + fresh
 
     def _overwrite(self, blocks: Sequence[int]) -> None:
         for layer in self.layers:
@@ -211,6 +224,8 @@ class Layers:
         slots = []
         for row, (request, num_new) in enumerate(rows):
             end = request.num_computed + num_new
+            request.prompt.come_to(request.num_computed)  # as the scheduler says
+            self._swap(request)
             while len(request.blocks) * BLOCK_SIZE < end:
                 request.blocks.append(self.free.pop(0))
             self.block_table[row, : len(request.blocks)] = torch.tensor(request.blocks)
@@ -218,7 +233,6 @@ class Layers:
             positions = torch.arange(request.num_computed, end)
             blocks = torch.tensor(request.blocks)[positions // BLOCK_SIZE]
             slots.append(blocks * BLOCK_SIZE + positions % BLOCK_SIZE)
-            request.prompt.come_to(request.num_computed)  # as the scheduler says
         self.prompts = [request.prompt for request, _ in rows]
         starts = torch.from_numpy(np.concatenate(([0], lens.cumsum())).astype(np.int32))
         # With speculation the host knows an upper bound of what a decoding row has come to.
@@ -298,11 +312,7 @@ class Layers:
     def run(self, *rows: tuple[Request, int]) -> Any:
         """One step, which no oracle judges; returns the metadata that it ran with."""
         common = self.common(rows)
-        self.builder.take_queries()
-        for request, _ in rows:
-            request.prompt.progress.block_ids = request.blocks
-        self.builder.due.make([request.prompt for request, _ in rows])
-        metadata = self.builder.build(0, common)
+        metadata = self.build(rows, common)
         self.forward(rows, common, metadata)
         for request, num_new in rows:
             request.num_computed += num_new
@@ -310,7 +320,7 @@ class Layers:
 
     def release(self, request: Request) -> None:
         """Takes the blocks of a request that has ended."""
-        self.free += request.blocks
+        self.free += [block for block in request.blocks if block]
         request.blocks = []
 
     def step(self, *rows: tuple[Request, int]) -> Any:
@@ -332,14 +342,12 @@ class Layers:
     ) -> None:
         """Makes the rounds that are due; others take what they free in the same step."""
         self.builder.take_queries()
-        due = [(request, request.prompt.due_cut) for request, _ in rows]
-        for request, _ in due:
-            request.prompt.progress.block_ids = request.blocks
+        due = [request for request, _ in rows if request.prompt.due_cut is not None]
         with guard():
-            self.builder.due.make([request.prompt for request, _ in rows])
-        for request, cut in due:
-            if cut is not None:
-                self._overwrite(request.blocks[: cut.first_packed])
+            self.builder.due.make([request.prompt for request in due])
+        for request in due:
+            self._overwrite(request.given_back)
+            self.free += request.given_back
 
     def build_for_capture(self, num_rows: int) -> Any:
         """What the builder makes of the metadata that a graph is captured with."""

@@ -32,7 +32,8 @@ class Request:
         value: As the layers get them.
         read: What attention reads of each, float64.
         prompt: The prompt, with its cuts.
-        blocks: Block ids.
+        blocks: Block ids; 0 where entries were dropped.
+        given_back: Blocks that a cut which is due gives back.
         num_computed: Tokens that are in the cache.
         retained: What every head of every layer retains before the tail, by the cut's position.
     """
@@ -43,6 +44,7 @@ class Request:
     read: dict[str, torch.Tensor]
     prompt: LiveRequest
     blocks: list[int] = field(default_factory=list)
+    given_back: list[int] = field(default_factory=list)
     num_computed: int = 0
     retained: dict[int, dict[Owner, list[int]]] = field(default_factory=dict)
 

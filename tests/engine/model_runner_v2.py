@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.worker.cpu import buffer_utils as cpu_buffer_utils
 from vllm.v1.worker.gpu import buffer_utils
+from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.states import RequestState
@@ -33,6 +34,7 @@ from tests.engine.cuda_layers import (
 from vllm_kvselect.engine.cuda.worker import EvictionGPUWorker
 from vllm_kvselect.engine.drop.request import LiveRequests
 from vllm_kvselect.engine.drop.request import Request as LiveRequest
+from vllm_kvselect.engine.notice import StepNotice
 
 CPU = torch.device("cpu")
 MAX_NUM_TOKENS = 256
@@ -45,11 +47,15 @@ class LayersOfV2(Layers):
         with pytest.MonkeyPatch.context() as patch:  # as vLLM's CPU worker does
             patch.setattr(buffer_utils, "UvaBuffer", cpu_buffer_utils.UvaBuffer)
             self.table = RequestState(MAX_NUM_SEQS, MAX_MODEL_LEN, MAX_NUM_TOKENS, 0, 100, CPU)
+            sizes = MAX_NUM_SEQS, MAX_NUM_TOKENS, [MAX_MODEL_LEN // BLOCK_SIZE]
+            self.tables = BlockTables([BLOCK_SIZE], *sizes, CPU)
+        self.num_appended: dict[Request, int] = {}
         self.names: dict[Request, str] = {}
         super().__init__(*args, **kwargs)
         self.worker: Any = object.__new__(EvictionGPUWorker)
         self.worker.use_v2_model_runner = True
-        self.worker.model_runner = SimpleNamespace(req_states=self.table)
+        self.worker.model_runner = SimpleNamespace(req_states=self.table, block_tables=self.tables)
+        self.worker._group_id = 0
         self.worker._requests = LiveRequests(self.eviction, BLOCK_SIZE)
         self.buffers = InputBuffers(MAX_NUM_SEQS, MAX_NUM_TOKENS, CPU)
         self.template = InputBatch.make_dummy(1, 1, self.buffers)
@@ -74,6 +80,7 @@ class LayersOfV2(Layers):
         """Takes a request's blocks and its place in the runner's table."""
         super().preempt(request)
         self.table.remove_request(self.names[request])
+        self.num_appended.pop(request, None)
         self._enter(request)
 
     def _enter(self, request: Request) -> None:
@@ -84,6 +91,35 @@ class LayersOfV2(Layers):
     def _requests_of(self, common: CommonAttentionMetadata) -> list[LiveRequest]:
         found: list[LiveRequest] = self.worker._requests_of(common)
         return found
+
+    def _swap(self, request: Request) -> None:
+        before = request.prompt.progress.swap
+        super()._swap(request)
+        if (swap := request.prompt.progress.swap) is not before:
+            self.worker._swap_blocks(StepNotice(swaps={self.names[request]: swap}))
+
+    def common(
+        self, rows: Sequence[tuple[Request, int]], num_rows: int | None = None
+    ) -> CommonAttentionMetadata:
+        """The step's metadata, once the runner's own table is seen to hold the same blocks."""
+        made = super().common(rows, num_rows)
+        places = [self.table.req_id_to_index[self.names[request]] for request, _ in rows]
+        for place, (request, _) in zip(places, rows, strict=True):
+            known = self.num_appended.get(request, 0)
+            self.tables.append_block_ids(place, (request.blocks[known:],), overwrite=not known)
+            self.num_appended[request] = len(request.blocks)
+        (table,) = self.tables.block_tables
+        ends = table._staged_write_cu_lens
+        where = zip(table._staged_write_indices, table._staged_write_starts, strict=True)
+        for (place, first), begin, end in zip(where, [0, *ends], ends, strict=False):
+            written = torch.tensor(table._staged_write_contents[begin:end], dtype=torch.int32)
+            table.gpu[place, first : first + end - begin] = written
+        table.clear_staged_writes()
+        for place, (request, _) in zip(places, rows, strict=True):
+            blocks = torch.tensor(request.blocks)
+            held = blocks != 0  # others are not read
+            assert table.gpu[place, : len(blocks)][held].tolist() == blocks[held].tolist()
+        return made
 
     def build(self, rows: Sequence[tuple[Request, int]], common: CommonAttentionMetadata) -> Any:
         """What the runner has the builder make of a step."""

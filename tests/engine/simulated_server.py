@@ -45,7 +45,13 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cuda.builder import DeviceSplitter
 from vllm_kvselect.engine.scheduler.block_manager import headwise_manager
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutAsyncScheduler, CutScheduler
-from vllm_kvselect.engine.scheduler.integrity import find_violations, plan_violations
+from vllm_kvselect.engine.scheduler.integrity import (
+    Names,
+    find_violations,
+    names_of,
+    plan_violations,
+    written_violations,
+)
 from vllm_kvselect.engine.scheduler.loads import ContextLoads
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, StateSpec, WindowSpec
 from vllm_kvselect.engine.step.split import Splitter
@@ -142,8 +148,7 @@ class Settings:
         """vLLM itself refuses a pool that cannot hold the longest request, and takes one block."""
         most = MAX_MODEL_LEN // self.block_size
         if self.is_bounded:
-            num_late = int(self.async_scheduling)
-            most = most_blocks(MAX_MODEL_LEN, self.block_size, self.eviction, num_late)
+            most = most_blocks(MAX_MODEL_LEN, self.block_size, self.eviction)
         if self.beside is not None:
             most += self.beside.most_blocks
         return most + 1 + self.num_spare_blocks
@@ -360,12 +365,13 @@ class Server:
             max(token_budget, settings.least_step), settings.max_num_batched_tokens
         )
         preempted = {r.request_id: r.num_preemptions for r in self.scheduler.requests.values()}
+        names = names_of(headwise_manager(self.scheduler.kv_cache_manager))
         output = self.scheduler.schedule()
         waits = self.settings.stores and bool(self.loads.held)
         self.seen["steps"] += output.total_num_scheduled_tokens > 0
         for request in self.scheduler.requests.values():
             self.seen["preempted"] += request.num_preemptions - preempted[request.request_id]
-        self.check(output)
+        self.check(output, names)
         self._in_flight.appendleft((output, self.worker.execute(output)))
         manager = headwise_manager(self.scheduler.kv_cache_manager)
         plans = self.worker.live.take_new_plans()
@@ -411,14 +417,16 @@ class Server:
 
     # What must hold after a step
 
-    def check(self, output: SchedulerOutput) -> None:
-        violations = find_violations(self.scheduler.kv_cache_manager, self.scheduler.requests)
+    def check(self, output: SchedulerOutput, names: Names) -> None:
+        kv, requests = self.scheduler.kv_cache_manager, self.scheduler.requests
+        violations = find_violations(kv, requests)
+        violations += written_violations(headwise_manager(kv), requests, output, names)
         if violations:
             raise IntegrityError("\n".join(map(str, violations)))
         self.check_nobody_is_lost()
         self.check_hits(output)
         for request in self.scheduler.requests.values():
-            self.check_blocks(request, request.request_id in output.num_scheduled_tokens)
+            self.check_blocks(request)
 
     def check_nobody_is_lost(self) -> None:
         scheduler = self.scheduler
@@ -430,7 +438,7 @@ class Server:
     def check_hits(self, output: SchedulerOutput) -> None:
         """A hit is whole blocks and leaves a token to compute.
 
-        It ends before the packed blocks, or has all of a context's.
+        It ends a block and a window before the first cut, or has all of a context's.
         """
         cached = output.scheduled_cached_reqs
         hits = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -448,7 +456,9 @@ class Server:
             eviction = self.all[request_id].eviction
             is_context = bool(retained) and num_tokens >= self.retained(request)[-1].position
             if retained and not (is_context and eviction.context is not None):
-                cap = retained.num_freed * self.settings.block_size
+                size, window = self.settings.block_size, eviction.window
+                cap = retained.position // size * size - size
+                cap = max(0, min(cap, retained.position - window)) // size * size
             span = sparse_span(request.num_prompt_tokens, retained, eviction)
             if span and span.start < num_tokens < span.end and num_tokens % span.size:
                 raise LostError(f"{request_id} hits {num_tokens} tokens, a part of a segment")
@@ -457,7 +467,7 @@ class Server:
             self.seen["hits"] += num_tokens > 0
             self.seen["hits up to the cap"] += bool(retained) and num_tokens == cap
 
-    def check_blocks(self, request: Request, is_scheduled: bool) -> None:
+    def check_blocks(self, request: Request) -> None:
         """A request holds a block for each started one of its tokens, less those freed."""
         manager = headwise_manager(self.scheduler.kv_cache_manager)
         blocks = manager.req_to_blocks.get(request.request_id, [])
@@ -466,14 +476,11 @@ class Server:
             expected = 0
         else:
             expected = -(-request.num_computed_tokens // self.settings.block_size)
-            # The step of its last prompt token must be over before anything is freed.
-            processed = request.num_computed_tokens - request.num_in_flight_tokens
-            made = [each for each in self.retained(request) if processed >= each.position]
-            if made and is_scheduled:
+            num_computed = request.num_computed_tokens
+            made = [each for each in self.retained(request) if num_computed > each.position]
+            if made:
                 expected -= made[-1].num_freed
                 self.seen["steps of a request with freed blocks"] += 1
-            elif made:
-                expected = num_held  # not looked at in this step: whatever it had
         if num_held != expected:
             raise LostError(f"{request.request_id} holds {num_held} blocks, not {expected}")
 

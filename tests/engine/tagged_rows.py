@@ -99,10 +99,14 @@ def _retained(position: int, sizes: Sizes, window: int, budget: int) -> Retained
     first_retained = tail_start - 1
     while first_retained > 0 and position - first_retained * sizes.page < budget:
         first_retained -= 1
+    # Pages are packed into whole blocks, before the first block that has any of the tail.
+    first_packed = first_retained
+    while (first_packed + tail_start - first_retained) * sizes.page % sizes.block:
+        first_packed -= 1
     num_freed = 0
-    while (num_freed + 1) * sizes.block <= first_retained * sizes.page:
+    while (num_freed + 1) * sizes.block <= first_packed * sizes.page:
         num_freed += 1
-    return Retained(position, num_freed, first_retained, tail_start) if num_freed else None
+    return Retained(position, num_freed, first_packed, tail_start) if num_freed else None
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,13 @@ class Row:
         ]
         for blocks in beside:
             self.beside += blocks
+
+    def swap(self, fresh: Sequence[int]) -> None:
+        """Takes fresh blocks in the places of those before the tail, at the cut that is due."""
+        assert self.retained
+        first = self.retained.num_freed * self._parts
+        blocks = [block * self._parts + part for block in fresh for part in range(self._parts)]
+        self.table[first : first + len(blocks)] = blocks
 
     @property
     def retained(self) -> Retained | None:

@@ -138,7 +138,7 @@ class TaggedStore:
         """Notes what was packed beside the file."""
         for request, cut, *_ in self.state.completed:
             if request.stored_as is not None and cut is request.plan.context_cut:
-                first = request.progress.block_ids[cut.first_packed]
+                first = request.progress.swap.fresh[0]
                 self.folder.packed[request.stored_as] = self.packed_at[first]
         self.contexts.save(self.state.completed)
         self.state.completed.clear()

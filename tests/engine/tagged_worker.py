@@ -32,6 +32,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.drop.due import DueDrops
 from vllm_kvselect.engine.drop.request import LiveRequests, Request
 from vllm_kvselect.engine.drop.state import RetentionState
+from vllm_kvselect.engine.notice import StepNotice
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch
 from vllm_kvselect.engine.step.sparse import SparseBatch, SparseRow
 from vllm_kvselect.engine.step.split import Seen, Split, Splitter, StockPart
@@ -90,7 +91,7 @@ class TaggedWorker:
         self.rows: list[Row] = []
         self.damaged: set[str] = set()  # requests that may read what they like
         self.cache = np.zeros((NUM_LAYERS, num_blocks, NUM_KV_HEADS, block_size), dtype=np.int64)
-        self.state = RetentionState(num_blocks, NUM_LAYERS, NUM_KV_HEADS)
+        self.state = RetentionState(num_blocks, NUM_LAYERS, NUM_KV_HEADS, per_block=per_block)
         self.live = LiveRequests(eviction, *sizes)
         self.bystander = beside and TaggedBystander(self.cache, per_block, *beside)
         self.layers = [TaggedLayer(self.cache, index) for index in range(NUM_LAYERS)]
@@ -156,8 +157,10 @@ class TaggedWorker:
             row.num_new = output.num_scheduled_tokens.get(row.request_id, 0)
             if row.num_new:
                 self._tag(row)
+        for request_id, swap in StepNotice.of(output).swaps.items():
+            self.requests[request_id].swap(swap.fresh)
         # As in an engine: cuts are made before anything of the step is written.
-        self.due.make(self.live)
+        self.due.make(self.live.due)
         # One that begins may find what a cut of this very step has packed.
         for row in self.requests.values():
             if row.num_new and row.request_id in begun:
@@ -362,7 +365,7 @@ class TaggedWorker:
         require((batch is not None) == bool(rows), "tokens past their prompt are left out")
         if batch is None:
             return
-        table = batch.table or batch.rows.page_table(self.state.offsets, self.block_size)
+        table = batch.table or batch.rows.page_table(self.state, self.block_size)
         lengths = table.seq_lens.view(NUM_LAYERS, len(rows), NUM_KV_HEADS).numpy()
         pages = table.pages.view(NUM_LAYERS, len(rows), NUM_KV_HEADS, -1).numpy()
         cache = self.cache.reshape(-1, self.block_size)

@@ -118,25 +118,69 @@ def test_blocks_are_freed_in_the_step_after_the_prompt(length: int, chunk: int) 
         cache.schedule(request, chunk)
         assert 0 not in cache.table(request)
     before, (cut,) = cache.table(request), cuts(length, BLOCK_SIZE, EVICTION)
+    cache.manager.take_swaps()
     cache.decode(request, 1)
-    first_packed = cut.first_packed
-    assert cache.table(request)[:first_packed] == [0] * first_packed
-    assert cache.table(request)[first_packed : len(before)] == before[first_packed:]
+    first_packed, tail_start = cut.first_packed, cut.tail_start
+    after, swap = cache.table(request), cache.manager.take_swaps()["a"]
+    assert swap.given_back == before[: -(-length // BLOCK_SIZE)]
+    assert after[:first_packed] == [0] * first_packed
+    assert after[first_packed:tail_start] == swap.fresh
+    assert after[tail_start : len(before)] == before[tail_start:]
+    # Blocks that were never used come first: none of its own is reused.
+    assert not {*swap.fresh} & {*before}
     cache.decode(request, 40)
+    assert not cache.manager.take_swaps()
     assert cache.num_free == NUM_BLOCKS - 1 - (-(-(length + 41) // BLOCK_SIZE) - first_packed)
     cache.kv.free(request)
     cache.check()
     assert cache.num_free == NUM_BLOCKS - 1
 
 
-def test_packed_and_later_blocks_are_never_hashed() -> None:
+def test_packed_blocks_and_those_computed_after_a_cut_are_never_hashed() -> None:
     cache = Cache()
     request = cache.request("a", list(range(300)))
     cache.schedule(request, 300)
     cache.decode(request, 60)
     (cut,) = cuts(300, BLOCK_SIZE, EVICTION)
-    blocks = cache.manager.req_to_blocks["a"]
-    assert all(block.block_hash is None for block in blocks[cut.first_packed :])
+    hashed = [block.block_hash is not None for block in cache.manager.req_to_blocks["a"]]
+    num_whole = 300 // BLOCK_SIZE
+    assert hashed[cut.first_packed :] == [
+        cut.tail_start <= index < num_whole for index in range(cut.first_packed, len(hashed))
+    ]
+
+
+def test_a_cut_needs_no_block_beyond_those_that_it_gives_back() -> None:
+    """In an empty pool it packs into its own blocks, which lose their names."""
+    cache = Cache()
+    request = cache.request("a", list(range(300)))
+    cache.schedule(request, 300)
+    before, pool = cache.table(request), cache.kv.block_pool
+    taken = pool.get_new_blocks(cache.num_free)
+    request.append_output_token_ids(7)
+    assert cache.kv.allocate_slots(request, 1) is not None
+    swap = cache.manager.take_swaps()["a"]
+    assert {*swap.fresh} <= {*before}
+    assert all(pool.blocks[number].block_hash is None for number in swap.fresh)
+    pool.free_blocks(taken)
+
+
+def test_what_others_hold_of_a_prompt_is_not_counted_as_given_back() -> None:
+    cache = Cache()
+    first, other = (cache.request(name, list(range(300))) for name in "ab")
+    cache.schedule(first, 300)
+    assert cache.schedule(other, 300) > 0
+    pool = cache.kv.block_pool
+    (cut,) = cuts(300, BLOCK_SIZE, EVICTION)
+    own = sum(b.ref_cnt == 1 for b in cache.manager.req_to_blocks["a"][: cut.tail_start])
+    assert own < cut.num_packed
+    taken = pool.get_new_blocks(cache.num_free - (cut.num_packed - own - 1))
+    first.append_output_token_ids(7)
+    assert cache.kv.allocate_slots(first, 1) is None  # one block too few
+    assert 0 not in cache.table(first)
+    pool.free_blocks(taken[:1])
+    assert cache.kv.allocate_slots(first, 1) is not None
+    assert cache.table(first).count(0) == cut.first_packed
+    pool.free_blocks(taken[1:])
 
 
 def test_freed_blocks_serve_other_requests_from_the_prefix_cache() -> None:
@@ -144,16 +188,13 @@ def test_freed_blocks_serve_other_requests_from_the_prefix_cache() -> None:
     first = cache.request("a", list(range(300)))
     cache.schedule(first, 300)
     cache.decode(first, 5)
-    (cut,) = cuts(300, BLOCK_SIZE, EVICTION)
-    cap = cut.first_packed * BLOCK_SIZE
+    cap = cuts(300, BLOCK_SIZE, EVICTION).most_found(BLOCK_SIZE, EVICTION.window)
     same, longer = cache.request("b", list(range(300))), cache.request("c", list(range(400)))
     assert cache.schedule(same, 300) == cap
-    assert cache.schedule(longer, 400) == cap
+    assert cache.schedule(longer, 400) == 300 // BLOCK_SIZE * BLOCK_SIZE
     assert not set(cache.table(same)[cap // BLOCK_SIZE :]) & set(cache.table(longer))
     shorter = cache.request("d", list(range(200)))
-    assert (
-        cache.schedule(shorter, 200) == cuts(200, BLOCK_SIZE, EVICTION).first_private * BLOCK_SIZE
-    )
+    assert cache.schedule(shorter, 200) == cuts(200, BLOCK_SIZE, EVICTION).most_found(BLOCK_SIZE, 8)
 
 
 def test_resumed_request_is_capped_by_its_prompt_not_by_its_length() -> None:
@@ -164,7 +205,8 @@ def test_resumed_request_is_capped_by_its_prompt_not_by_its_length() -> None:
     cache.kv.free(request)
     request.num_computed_tokens = 0
     (cut,) = cuts(300, BLOCK_SIZE, EVICTION)
-    assert cache.schedule(request, 1000) == cut.first_packed * BLOCK_SIZE
+    assert cache.schedule(request, 300 - 272) == 272 < cut.position - EVICTION.window
+    cache.schedule(request, 100)
     assert request.num_computed_tokens == 400
     cache.decode(request, 1)
     assert set(cache.table(request)[: cut.first_packed]) == {0}
@@ -186,14 +228,15 @@ def test_every_cut_frees_what_lies_before_its_packed_blocks(
         assert cache.table(request)[:num_freed] == [0] * num_freed
 
     while request.num_computed_tokens < 300:
+        before = request.num_computed_tokens
         cache.schedule(request, 50)
-        check_after(request.num_computed_tokens - 50)  # freed in the step after the cut
+        check_after(before)  # freed in the step after the cut
     for num_processed in range(300, 330):
         cache.decode(request, 1)
         check_after(num_processed)
     assert cache.table(request).count(0) == 12
     # What comes after the first cut was computed from dropped context: nobody else may have it.
-    assert cache.schedule(cache.request("b", list(range(300))), 300) == 2 * BLOCK_SIZE
+    assert cache.schedule(cache.request("b", list(range(300))), 50) == 5 * BLOCK_SIZE
 
 
 def test_prompts_that_drop_nothing_are_vllms_own() -> None:
@@ -233,10 +276,13 @@ def test_every_request_is_planned_with_its_own_settings() -> None:
         num_freed = own.num_freed(300) if own else 0
         assert cache.table(request).count(0) == num_freed
         blocks = cache.manager.req_to_blocks[request.request_id]
-        hashed = [block.block_hash is not None for block in blocks[num_freed : 320 // BLOCK_SIZE]]
-        assert all(hashed) if own is None else not any(hashed)
+        hashed = [block.block_hash is not None for block in blocks[: 320 // BLOCK_SIZE]]
+        if own:
+            assert not any(hashed[own[0].first_packed : own[0].tail_start] + hashed[18:])
+        else:
+            assert all(hashed)
         again = cache.request(f"again{number}", prompt, **extra_args)
-        assert cache.schedule(again, 300) == (num_freed * BLOCK_SIZE if own else 288)
+        assert cache.schedule(again, 300) == (own.most_found(BLOCK_SIZE, 8) if own else 288)
         cache.kv.free(again)
         cache.kv.free(request)
         cache.check()
@@ -264,15 +310,15 @@ def test_a_request_is_planned_once_while_it_runs(monkeypatch: pytest.MonkeyPatch
     assert len(planned) == 2
 
 
-@pytest.mark.parametrize("method", ["keydiff", "layer-probe"])
-def test_where_no_query_is_needed_all_that_is_not_packed_comes_from_the_prefix_cache(
-    method: str,
-) -> None:
-    cache = Cache(EvictionConfig(method=method, budget=64, window=8))
-    cache.schedule(cache.request("a", list(range(300))), 300)
-    first_private = cuts(300, BLOCK_SIZE, EVICTION).first_private
-    assert first_private > 0
-    assert cache.schedule(cache.request("b", list(range(300))), 300) == first_private * BLOCK_SIZE
+@pytest.mark.parametrize("method", ["keydiff", "adakv", "none"])
+def test_who_keeps_everything_finds_after_others_as_much_as_in_stock(method: str) -> None:
+    cache = Cache(EvictionConfig(method=method, budget=64, window=8, allow_override=("method",)))
+    request = cache.request("a", list(range(300)))
+    cache.schedule(request, 300)
+    cache.decode(request, 30)
+    cache.kv.free(request)
+    again = cache.request("b", list(range(300)), kv_eviction="none")
+    assert cache.schedule(again, 300) == 288
 
 
 @pytest.mark.parametrize("enable_caching", [True, False])

@@ -1,12 +1,14 @@
 """Contexts on a real engine: compressed once, read by many, and right for everyone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from tests.engine.conftest import Answer, Engine, EngineFactory, preempting_all
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.scheduler.contexts import ContextNames
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
 from vllm_kvselect.planning.cuts import cuts
 
@@ -126,13 +128,13 @@ def test_other_settings_find_nothing_that_was_compressed(
         answers = engine.generate(prompts[1:2], 24, settings)
         [num_found] = hits
         assert answers == alone(engine, prompts[1:2], settings)
-    # The blocks that were freed are stock's, and serve whoever needs them uncompressed. Some of the
-    # last ones have taken the first request's own question since.
+    # Blocks that were given back are stock's, and serve whoever needs them uncompressed. Some of
+    # the last ones have taken the first request's own question since.
     budget = change.get("kv_eviction_budget", 0.25)
     own = cuts(
         len(prompts[1]), 32, EvictionConfig(method="adakv-perturb", budget=budget, context=CONTEXT)
     )
-    most = 32 * min(CUT.first_packed, own.first_private)
+    most = min(32 * CUT.first_of_tail, own.most_found(32, 32))
     assert most - 32 * 4 <= num_found <= most
 
 
@@ -182,25 +184,33 @@ def test_what_was_compressed_outlives_what_it_was_compressed_from(
 
 
 def test_half_a_context_is_never_found(
-    start_engine: EngineFactory, prompts: list[list[int]], text_tokens: list[int]
+    start_engine: EngineFactory,
+    prompts: list[list[int]],
+    text_tokens: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Others take the memory of some of its blocks; the rest is of no use."""
+    insert, given = ContextNames._insert, set[BlockHash]()
+
+    def noted(names: ContextNames, name: BlockHash, block: KVCacheBlock, index: int) -> None:
+        given.update([name] if index < BORDER else [])
+        insert(names, name, block, index)
+
+    monkeypatch.setattr(ContextNames, "_insert", noted)
     with start_engine(EVICTION, 40, max_model_len=1200) as engine:
         engine.generate(prompts[:1], 4, marked())
-        assert _num_named(engine) == BORDER - CUT.first_packed
+        assert _num_named(engine, given) == CUT.num_packed
         engine.generate([text_tokens[9000:10150]], 4, [{"kv_eviction": "none"}])
-        left = _num_named(engine)
-        assert 0 < left < BORDER - CUT.first_packed
+        assert 0 < _num_named(engine, given) < CUT.num_packed
         hits = engine.record_hits()
         answers = engine.generate(prompts[1:3], 24, marked(2))
         assert hits[0] < CUT.position
         assert hits[-1] == 32 * BORDER
-        assert _num_named(engine) >= BORDER - CUT.first_packed
+        assert _num_named(engine, given) == CUT.num_packed
         assert answers == alone(engine, prompts[1:3], marked(2))
 
 
-def _num_named(engine: Engine) -> int:
-    """Packed blocks of contexts that the pool holds by their names."""
+def _num_named(engine: Engine, given: Iterable[BlockHash]) -> int:
+    """Blocks that the pool holds by some names."""
     (manager,) = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
-    names = manager._names
-    return sum(names._cached(name) is not None for given in names._given.values() for name in given)
+    return sum(manager._names._cached(name) is not None for name in given)

@@ -546,7 +546,7 @@ def test_every_layer_of_every_pass_gets_its_own_table(num_rows: int, any_order: 
     ):
         if (index, again) == (0, False):
             rows.seq_lens += 1
-        expected = rows.page_table(state.offsets, block_size)
+        expected = rows.page_table(state, block_size)
         found = tables.of_layer(index, batch, again)
         order = [*range(num_rows * num_heads)]
         if any_order:

@@ -306,28 +306,27 @@ def test_preempted_requests_resume_as_if_never_interrupted(
     assert {"knorm", "layer-keydiff"} <= reached
 
 
-def test_prefix_hits_stay_below_the_packed_blocks(
-    start_engine: EngineFactory, make_prompts: Any
-) -> None:
+def test_prefix_hits_stay_before_the_cut(start_engine: EngineFactory, make_prompts: Any) -> None:
     (prompt,) = make_prompts([1000])
     longer = prompt + make_prompts([300], skip=5000)[0]
     methods = (POOLED, BY_KEYS)
     with start_engine(ANY_METHOD, 300, enable_prefix_caching=False) as engine:
         expected, expected_longer = engine.generate_alone([prompt, longer], 48)
         expected_of = engine.generate_alone([prompt] * 2, 48, methods)
-    first_packed = cuts(1000, 32, EvictionConfig(**EVICTION)).first_private
+    settings = EvictionConfig(**EVICTION)
+    most = cuts(1000, 32, settings).most_found(32, settings.window)
     with start_engine(ANY_METHOD, 300) as engine:
         assert engine.generate([prompt, prompt], 48) == [expected, expected]
         hits = engine.record_hits()
         assert engine.generate([prompt], 48) == [expected]
-        assert hits == [first_packed * 32]
-        # Blocks from the first packed one on were never hashed, so a longer prompt gets no further.
+        assert hits == [most]
+        # A longer prompt finds all that was computed before the cut.
         assert engine.generate([longer, prompt], 48) == [expected_longer, expected]
-        assert hits[1:] == [first_packed * 32] * 2
+        assert hits[1:] == [1000 // 32 * 32, most]
         # So do a pool, and a method that looks through no query.
         hits.clear()
         assert engine.generate([prompt] * 4, 48, methods * 2) == expected_of * 2
-        assert hits == [first_packed * 32] * 4
+        assert hits == [most] * 4
 
 
 def test_a_second_request_in_shared_blocks_does_not_disturb_the_first(
@@ -374,7 +373,7 @@ def test_integrity_check_stops_the_request_and_not_the_engine(
                 (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
                 request = next(r for r in scheduler.running if r.num_prompt_tokens == 900)
                 blocks = manager.req_to_blocks[request.request_id]
-                first = manager.plan_of(request).cuts.first_private
+                first = manager.plan_of(request).cuts[0].num_freed
                 manager.block_pool.cache_full_blocks(request, blocks, first, first + 1, 32, 0)
             return schedule(scheduler, *args, **kwargs)
 

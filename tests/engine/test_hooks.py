@@ -169,7 +169,7 @@ def test_cache_hit_hook_does_what_its_patch_does(load_patched: Any) -> None:
             # At least one token is left to compute.
             stock = (len(tokens) - 1) // 32 * 32
             planned = cuts(num_prompt_tokens, 32, EVICTION)
-            cap = planned.first_private * 32 if planned else stock
+            cap = planned.most_found(32, EVICTION.window) if planned else stock
             num_capped += cap < stock
             assert hits[0] == hits[1]
             assert hits[0][1] == min(cap, stock)
@@ -181,7 +181,10 @@ def test_both_see_requests_that_do_not_read_the_prefix_cache(load_patched: Any) 
     patched = load_patched("0002", "v1/core/kv_cache_manager.py")
     for manager_class in (KVCacheManager, patched.KVCacheManager):
         kv_cache_manager, admitted = object.__new__(manager_class), []
-        manager = SimpleNamespace(admit=lambda request, to=admitted: to.append(request) or 32)
+        manager = SimpleNamespace(
+            most_found=lambda request, to=admitted: to.append(request) or 32,
+            num_usable=lambda request, num_found: num_found,
+        )
         kv_cache_manager.coordinator = SimpleNamespace(single_type_managers=(manager,))
         kv_cache_manager.enable_caching = False
         kv_cache_manager.empty_kv_cache_blocks = None
@@ -193,7 +196,7 @@ def test_both_see_requests_that_do_not_read_the_prefix_cache(load_patched: Any) 
 def test_base_manager_of_the_patch_leaves_every_token_to_the_cache(load_patched: Any) -> None:
     patched = load_patched("0002", "v1/core/single_type_kv_cache_manager.py")
     manager = object.__new__(patched.FullAttentionManager)
-    assert manager.admit(SimpleNamespace(num_tokens=77)) == 77
+    assert manager.most_found(SimpleNamespace(num_tokens=77)) == 77
 
 
 @pytest.fixture

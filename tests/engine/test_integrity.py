@@ -62,7 +62,7 @@ class CheckedServer(Server):
     def violations(self) -> list[Violation]:
         return find_violations(self.scheduler.kv_cache_manager, self.scheduler.requests)
 
-    def check(self, output: Any) -> None:
+    def check(self, output: Any, names: Any) -> None:
         """The scheduler checks itself."""
 
     def receive(self, request_id: str, tokens: list[int], reason: FinishReason | None) -> None:
@@ -76,7 +76,7 @@ class CheckedServer(Server):
 
 def hash_packed(server: CheckedServer) -> None:
     request, blocks = server.scheduler.requests["r1"], server.manager.req_to_blocks["r1"]
-    first = server.manager.plan_of(request).cuts.first_private
+    first = server.manager.plan_of(request).cuts[0].first_packed
     server.pool.cache_full_blocks(request, blocks, first, first + 1, server.manager.block_size, 0)
 
 
@@ -132,10 +132,10 @@ def cut_table(server: CheckedServer) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[CheckedServer], None], set[str], list[str]]] = {
-    "a packed block is hashed": (hash_packed, {"private"}, ["decoding"]),
+    "a packed block is hashed": (hash_packed, {"named"}, ["decoding"]),
     "a tail block is shared": (
         share_unhashed,
-        {"private", "shared", "pool"},
+        {"shared", "pool"},
         ["decoding", "short"],
     ),
     "a held block is freed": (free_held, {"pool", "references"}, ["short"]),
@@ -204,7 +204,7 @@ def test_a_request_that_a_worker_plans_otherwise_is_stopped(
 def test_every_invariant_is_tested() -> None:
     damaged = set().union(*(invariants for _, invariants, _ in DAMAGE.values()))
     # "beside" by tests/engine/test_block_manager.py.
-    assert damaged | {"plan", "bounded", "loads", "beside"} == {*INVARIANTS}
+    assert damaged | {"plan", "bounded", "loads", "beside", "written"} == {*INVARIANTS}
 
 
 def test_a_context_that_is_found_before_it_is_read_is_named_and_found_no_more() -> None:
@@ -225,7 +225,7 @@ def test_a_context_that_is_found_before_it_is_read_is_named_and_found_no_more() 
 
 
 def test_a_request_that_keeps_what_its_cuts_free_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HeadwiseManager, "remove_skipped_blocks", lambda *_, **__: None)
+    monkeypatch.setattr(HeadwiseManager, "_due_cut", lambda *_: None)
     eviction = EVICTION.model_copy(update={"prompt_interval": 16})
     server = Server(Settings(eviction=eviction, num_spare_blocks=60))
     server.add([*range(120)], 5)

@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import Phase
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from tests.engine.machine import (
     BUT_PREFILL,
@@ -57,60 +56,72 @@ from vllm_kvselect.selecting.ranking import Candidates
 def cap_of(manager: HeadwiseManager, request: Any, num_prompt_tokens: int) -> int | None:
     params, token_ids = request.sampling_params, request.prompt_token_ids
     made = plan(manager.eviction, params, token_ids, num_prompt_tokens, manager.block_size).cuts
-    return made.first_private * manager.block_size if made else None
+    return made.most_found(manager.block_size, manager.eviction.window) if made else None
 
 
-def hash_the_first_packed_block(patch: pytest.MonkeyPatch) -> None:
-    def cache_blocks(self: Any, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        cap = cap_of(self, request, request.num_prompt_tokens)
-        limit = num_tokens if cap is None else min(num_tokens, cap + self.block_size)
-        FullAttentionManager.cache_blocks(self, request, limit, *args, **kwargs)
+def name_packed_blocks_as_what_was_there(patch: pytest.MonkeyPatch) -> None:
+    def cache_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        cache(self, request, *args, **kwargs)
+        blocks = self.req_to_blocks[request.request_id]
+        cut = self.plan_of(request).cuts.last_made(request.num_computed_tokens)
+        if cut and blocks[cut.num_freed].block_hash is None:
+            span = cut.num_freed, cut.num_freed + 1
+            self.block_pool.cache_full_blocks(request, blocks, *span, self.block_size, 0)
 
+    cache = HeadwiseManager.cache_blocks
     patch.setattr(HeadwiseManager, "cache_blocks", cache_blocks)
 
 
 def cap_hits_by_the_tokens_so_far(patch: pytest.MonkeyPatch) -> None:
-    admitted = HeadwiseManager.admit
-
-    def admit(self: HeadwiseManager, request: Any) -> int:
-        admitted(self, request)
+    def most_found(self: HeadwiseManager, request: Any) -> int:
         cap = cap_of(self, request, request.num_tokens)
         return request.num_tokens if cap is None else cap
 
-    def cache_blocks(self: Any, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        cap = cap_of(self, request, request.num_prompt_tokens)
-        limit = num_tokens if cap is None else min(num_tokens, cap)
-        FullAttentionManager.cache_blocks(self, request, limit, *args, **kwargs)
-
-    patch.setattr(HeadwiseManager, "admit", admit)
-    patch.setattr(HeadwiseManager, "cache_blocks", cache_blocks)  # what is hashed stays right
+    patch.setattr(HeadwiseManager, "most_found", most_found)
 
 
 def do_not_cap_hits(patch: pytest.MonkeyPatch) -> None:
-    admitted = HeadwiseManager.admit
-
-    def admit(self: HeadwiseManager, request: Any) -> int:
-        admitted(self, request)
-        return int(request.num_tokens)
-
-    patch.setattr(HeadwiseManager, "admit", admit)
+    patch.setattr(HeadwiseManager, "most_found", lambda _, request: int(request.num_tokens))
 
 
-def free_with(
-    is_due: Callable[[HeadwiseManager, int, int], bool], num_more: int
-) -> Callable[[pytest.MonkeyPatch], None]:
-    def remove_skipped_blocks(
-        self: HeadwiseManager, request_id: str, processed: int, num_prompt_tokens: int
-    ) -> None:
-        planned = self._planned.get(request_id)
-        for cut in planned.plan.cuts if planned else ():
-            if is_due(self, processed, cut.position):
-                self._remove_blocks_in_range(request_id, 0, cut.first_packed + num_more)
+def free_a_block_too_many(patch: pytest.MonkeyPatch) -> None:
+    def allocate(self: HeadwiseManager, request_id: str, num_tokens: int, num_main: int) -> Any:
+        cut = self._due_cut(request_id, num_main)
+        made = allocate_new_blocks(self, request_id, num_tokens, num_main)
+        if cut is not None:
+            self._remove_blocks_in_range(request_id, 0, cut.num_freed + 1)
+        return made
 
-    def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(HeadwiseManager, "remove_skipped_blocks", remove_skipped_blocks)
+    allocate_new_blocks = HeadwiseManager.allocate_new_blocks
+    patch.setattr(HeadwiseManager, "allocate_new_blocks", allocate)
 
-    return mutate
+
+def swap_no_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HeadwiseManager, "_due_cut", lambda *_: None)
+
+
+def swap_blocks_a_token_early(patch: pytest.MonkeyPatch) -> None:
+    def early(self: HeadwiseManager, request_id: str, num_tokens: int) -> Cut | None:
+        return due_cut(self, request_id, num_tokens + 1)
+
+    due_cut = HeadwiseManager._due_cut
+    patch.setattr(HeadwiseManager, "_due_cut", early)
+
+
+def swap_what_others_hold(patch: pytest.MonkeyPatch) -> None:
+    """The blocks that are given back count as free though others hold them."""
+
+    def num_blocks(self: HeadwiseManager, request_id: str, *args: Any, **kwargs: Any) -> int:
+        shared = [block for block in self.req_to_blocks.get(request_id, ()) if block.ref_cnt > 1]
+        for block in shared:
+            block.ref_cnt -= 1
+        found: int = get_num_blocks(self, request_id, *args, **kwargs)
+        for block in shared:
+            block.ref_cnt += 1
+        return found
+
+    get_num_blocks = HeadwiseManager.get_num_blocks_to_allocate
+    patch.setattr(HeadwiseManager, "get_num_blocks_to_allocate", num_blocks)
 
 
 def keep_state_by_row(patch: pytest.MonkeyPatch) -> None:
@@ -153,9 +164,8 @@ def keep_the_progress_of_preempted_requests(patch: pytest.MonkeyPatch) -> None:
         if not hasattr(self, "progress"):
             pause(self)
 
-    def go_on(self: Request, num_computed: int, block_ids: list[int], _: int) -> None:
+    def go_on(self: Request, num_computed: int, _: int) -> None:
         self.num_computed = num_computed
-        self.add_blocks(block_ids)
 
     pause = Request.pause
     patch.setattr(Request, "pause", pause_once)
@@ -203,15 +213,13 @@ def keep_page_tables_of_as_many_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def make_cuts_a_step_late(patch: pytest.MonkeyPatch) -> None:
-    due_cut, seen = Request.due_cut.fget, WeakKeyDictionary[Request, int]()
+    def update_late(self: LiveRequests, scheduled: Any) -> list[Request]:
+        found = update(self, scheduled)
+        self.due, late[self] = late.get(self, []), self.due
+        return found
 
-    def due_late(self: Request) -> Cut | None:
-        before = seen.setdefault(self, self.num_computed)
-        seen[self] = self.num_computed
-        cut = due_cut(self)
-        return cut if cut is not None and before >= cut.position else None
-
-    patch.setattr(Request, "due_cut", property(due_late))
+    update, late = LiveRequests.update, WeakKeyDictionary[LiveRequests, list[Request]]()
+    patch.setattr(LiveRequests, "update", update_late)
 
 
 def make_each_cut_twice(patch: pytest.MonkeyPatch) -> None:
@@ -228,53 +236,28 @@ def make_each_cut_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_contexts_that_one_token_follows(patch: pytest.MonkeyPatch) -> None:
-    due_cut = Request.due_cut.fget
+    def update_without(self: LiveRequests, scheduled: Any) -> list[Request]:
+        found = update(self, scheduled)
+        self.due = [
+            each
+            for each in self.due
+            if not each.plan.has_context or each.plan.num_prompt_tokens - each.num_computed > 1
+        ]
+        return found
 
-    def due(self: Request) -> Cut | None:
-        is_short = self.plan.num_prompt_tokens - self.num_computed == 1
-        return None if self.plan.has_context and is_short else due_cut(self)
-
-    patch.setattr(Request, "due_cut", property(due))
-
-
-def name_contexts_of_requests_that_end(patch: pytest.MonkeyPatch) -> None:
-    def give_always(
-        self: ContextNames, request: Any, made: Plan, blocks: Any, is_scheduled: bool
-    ) -> bool:
-        return give(self, request, made, blocks, is_scheduled=True)
-
-    give = ContextNames.give
-    patch.setattr(ContextNames, "give", give_always)
-
-
-def name_contexts_before_they_are_packed(patch: pytest.MonkeyPatch) -> None:
-    give = ContextNames.give
-
-    def give_early(
-        self: ContextNames, request: Any, made: Plan, blocks: Any, is_scheduled: bool
-    ) -> bool:
-        cut = made.cuts[0]
-        done = request.num_computed_tokens
-        if len(blocks) >= cut.tail_start:
-            request.num_computed_tokens = max(done, cut.position)
-        is_new = give(self, request, made, blocks, is_scheduled)
-        request.num_computed_tokens = done
-        return is_new
-
-    patch.setattr(ContextNames, "give", give_early)
+    update = LiveRequests.update
+    patch.setattr(LiveRequests, "update", update_without)
 
 
 def name_blocks_before_they_are_full(patch: pytest.MonkeyPatch) -> None:
     give = ContextNames.give
 
-    def give_too_much(
-        self: ContextNames, request: Any, made: Plan, blocks: Any, is_scheduled: bool
-    ) -> bool:
+    def give_too_much(self: ContextNames, request: Any, made: Plan, blocks: Any) -> bool:
         cut = made.cuts[0]
         done = request.num_computed_tokens
         if done >= cut.position:
             request.num_computed_tokens = done + self._block_size
-        is_new = give(self, request, made, blocks, is_scheduled)
+        is_new = give(self, request, made, blocks)
         request.num_computed_tokens = done
         return is_new
 
@@ -282,15 +265,15 @@ def name_blocks_before_they_are_full(patch: pytest.MonkeyPatch) -> None:
 
 
 def find_what_is_left_of_contexts(patch: pytest.MonkeyPatch) -> None:
-    find, packed_names = ContextNames.find, ContextNames._packed_names
+    find, all_names = ContextNames.find, ContextNames._names
 
     def names_that_are_there(self: ContextNames, *args: Any) -> list[Any]:
-        names = packed_names(self, *args)
+        names = all_names(self, *args)
         return [name for name in names if self._cached(name) is not None]
 
     def find_rest(self: ContextNames, *args: Any) -> list[Any]:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(ContextNames, "_packed_names", names_that_are_there)
+            inner.setattr(ContextNames, "_names", names_that_are_there)
             return find(self, *args)
 
     patch.setattr(ContextNames, "find", find_rest)
@@ -331,19 +314,6 @@ def forget_offsets_with_their_request(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LiveRequests, "update", update_and_forget)
 
 
-def make_rounds_a_step_early(patch: pytest.MonkeyPatch) -> None:
-    due_cut = Request.due_cut.fget
-
-    def due_early(self: Request) -> Cut | None:
-        done = self.num_computed
-        self.num_computed = done + 1
-        found = due_cut(self)
-        self.num_computed = done
-        return found
-
-    patch.setattr(Request, "due_cut", property(due_early))
-
-
 def keep_the_offsets_of_the_cut_before(patch: pytest.MonkeyPatch) -> None:
     kept_by = WeakKeyDictionary[RetentionState, torch.Tensor]()
 
@@ -363,7 +333,7 @@ def read_freed_blocks_once_more(patch: pytest.MonkeyPatch) -> None:
                 plan=each.plan,
                 next_cut=each.next_cut,
                 last_cut=None,
-                progress=SimpleNamespace(longest_run=None, block_ids=each.progress.block_ids),
+                progress=SimpleNamespace(longest_run=None, swap=each.progress.swap),
             )
             for each in requests
         ]
@@ -428,8 +398,7 @@ def let_layers_swap_what_they_retain(patch: pytest.MonkeyPatch) -> None:
 
 
 def hash_what_was_computed_from_less(patch: pytest.MonkeyPatch) -> None:
-    last = property(lambda cuts: cuts[-1].first_packed)
-    patch.setattr(Cuts, "first_private", last)
+    patch.setattr(Cuts, "first_position", property(lambda cuts: cuts[-1].position))
 
 
 def let_chunks_run_past_cuts(patch: pytest.MonkeyPatch) -> None:
@@ -466,18 +435,9 @@ def free_a_block_that_a_page_needs(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_pages_for_blocks(patch: pytest.MonkeyPatch) -> None:
-    def kernel_blocks(self: LiveRequests, tables: Any) -> list[int]:
-        block_ids = [] if tables is None else tables[0]
-        return [block_id + part for block_id in block_ids for part in range(self._per_block)]
+    def kernel_blocks(self: LiveRequests, block_ids: list[int]) -> list[int]:
+        return [block_id + part for block_id in block_ids for part in range(self.per_block)]
 
-    patch.setattr(LiveRequests, "_kernel_blocks", kernel_blocks)
-
-
-def pack_into_blocks_beside(patch: pytest.MonkeyPatch) -> None:
-    def kernel_blocks(self: LiveRequests, tables: Any) -> list[int]:
-        return take(self, tables and tables[::-1])
-
-    take = LiveRequests._kernel_blocks
     patch.setattr(LiveRequests, "_kernel_blocks", kernel_blocks)
 
 
@@ -509,15 +469,13 @@ FINDINGS = (IntegrityError, LostError, WrongEntryError)
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a block freed that a page still needs": free_a_block_that_a_page_needs,
     "a page addressed with a block's stride": take_pages_for_blocks,
-    "packed into blocks of layers beside": pack_into_blocks_beside,
     "a hit without the state behind it": find_hits_without_their_states,
-    "a packed block left hashed": hash_the_first_packed_block,
+    "a packed block named as what was there": name_packed_blocks_as_what_was_there,
     "hits not capped": do_not_cap_hits,
-    "one block too many freed": free_with(lambda _, processed, position: processed >= position, 1),
-    "freed one block too early": free_with(
-        lambda manager, done, position: done + manager.block_size >= position, 0
-    ),
-    "nothing freed": free_with(lambda *_: False, 0),
+    "one block too many freed": free_a_block_too_many,
+    "blocks swapped a token early": swap_blocks_a_token_early,
+    "no block swapped": swap_no_blocks,
+    "what others hold counted as given back": swap_what_others_hold,
     "state kept by batch row": keep_state_by_row,
     "page tables kept though blocks changed": keep_page_tables_of_as_many_rows,
     "a cut a step late": make_cuts_a_step_late,
@@ -525,7 +483,6 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "numbers outlive a preemption": keep_numbers_of_preempted_requests,
     "a progress not replaced at preemption": keep_the_progress_of_preempted_requests,
     "a plan of the worker one cut behind": plan_a_cut_less_in_workers,
-    "a context named before it is packed": name_contexts_before_they_are_packed,
     "a block of a turn named before it is full": name_blocks_before_they_are_full,
     "half a context found": find_what_is_left_of_contexts,
     "a context found under other settings": name_contexts_by_their_tokens_alone,
@@ -533,11 +490,9 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "offsets of a context end with its first owner": forget_offsets_with_their_request,
     "hashes of what was computed from less": hash_what_was_computed_from_less,
     "a context's cut left out": leave_contexts_that_one_token_follows,
-    "a context named when its request ends": name_contexts_of_requests_that_end,
     "a chunk past its cuts": let_chunks_run_past_cuts,
     "a chunk that ends at segments alone": let_chunks_run_past_prompts,
     "the latest interval competes": compete_with_the_latest_interval,
-    "a round a step early": make_rounds_a_step_early,
     "the offsets of the cut before": keep_the_offsets_of_the_cut_before,
     "freed blocks read once more": read_freed_blocks_once_more,
     "entries moved elsewhere": move_entries_in_another_order,
@@ -555,24 +510,23 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "settings taken that the server does not allow": let_every_request_choose,
 }
 
-PAST_A_CUT = (RuntimeError,), "runs past"
+PAST_A_CUT = (RuntimeError, AssertionError), "runs past|not at a cut"
 ANY_WORDS = r"\S"
 OTHER_ERRORS: dict[str, tuple[tuple[type[Exception], ...], str]] = {
     "a page addressed with a block's stride": ((IndexError,), "out of bounds"),
     "hits not capped": ((IndexError,), "out of range"),
-    "packed into blocks of layers beside": ((IndexError, RuntimeError), ANY_WORDS),
+    "blocks swapped a token early": PAST_A_CUT,
+    "what others hold counted as given back": ((ValueError,), "free blocks"),
     "a hit without the state behind it": ((AssertionError,), "beside"),
     "a progress not replaced at preemption": (
         (AssertionError, LookupError, RuntimeError),
         ANY_WORDS,
     ),
-    "a context named before it is packed": ((ValueError,), "is shorter"),
     "a chunk past its cuts": PAST_A_CUT,
     "a cut a step late": PAST_A_CUT,
     "a cut made twice": PAST_A_CUT,
     "a context's cut left out": PAST_A_CUT,
     "a chunk that ends at segments alone": PAST_A_CUT,
-    "a round a step early": ((LookupError,), "not due|were not kept"),
     "freed blocks read once more": ((IndexError,), "out of bounds"),
     "rounds that the scheduler does not know": ((RuntimeError,), "the same plan|runs past"),
     "sparse blocks named as dense ones": ((ValueError,), "inside a segment"),
@@ -618,12 +572,10 @@ SHY = {
     "a page addressed with a block's stride": OF_SMALL_PAGES,
     "half a context found": of_contexts(0),
     "a block of a turn named before it is full": of_contexts(0),
-    "a context named before it is packed": of_contexts(0),
     "a context found under other settings": of_contexts(0),
     "a context given back while it is read": of_contexts(0),
     "offsets of a context end with its first owner": of_contexts(0),
     "a context's cut left out": of_contexts(0),
-    "a context named when its request ends": of_contexts(0),
     "numbers outlive a preemption": OF_PROBES,
 }
 """What shows once in 20,000 steps of all that servers do is looked for where it may be."""
@@ -671,5 +623,5 @@ def test_the_hit_cap_taken_from_num_tokens_is_found(monkeypatch: pytest.MonkeyPa
     """The machine draws such a case too seldom."""
     resume_beside_one_who_keeps_the_same_text()
     cap_hits_by_the_tokens_so_far(monkeypatch)
-    with pytest.raises(IntegrityError, match="shared or hashed"):
+    with pytest.raises((IntegrityError, LostError, WrongEntryError, AssertionError)):
         resume_beside_one_who_keeps_the_same_text()

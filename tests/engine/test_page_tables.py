@@ -45,7 +45,7 @@ def settled(seq_lens: list[int], first_block: int = 1) -> SettledRows:
 
 
 def assert_up_to_date(tables: PageTables, rows: SettledRows, state: RetentionState) -> None:
-    expected = rows.page_table(state.offsets, BLOCK_SIZE)
+    expected = rows.page_table(state, BLOCK_SIZE)
     table = tables.of(rows)
     assert torch.equal(table.pages, expected.pages)
     assert torch.equal(table.seq_lens, expected.seq_lens)

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from tests.plans import planned
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.drop.request import LiveRequests, Request
-from vllm_kvselect.engine.notice import StepNotice
+from vllm_kvselect.engine.notice import StepNotice, Swap
 from vllm_kvselect.planning.cuts import cuts
 
 BLOCK_SIZE = 32
@@ -115,12 +115,12 @@ def test_only_the_scheduler_says_that_a_context_was_found() -> None:
     first = message(("a", 500, None), ("b", 500, None))
     for new in first.scheduled_new_reqs:
         new.num_computed_tokens = 320
-    StepNotice({"a": 320}).add_to(first)
+    StepNotice(found={"a": 320}).add_to(first)
     assert live.update(first) == [live["a"]]
     assert [live[name].progress.num_made for name in "ab"] == [1, 0]
     assert [live[name].progress.num_found for name in "ab"] == [320, 0]
     again = message(scheduled_cached_reqs=cached({"a": 0, "b": 320}, "a", "b"))
-    StepNotice({"b": 320}).add_to(again)
+    StepNotice(found={"b": 320}).add_to(again)
     assert live.update(again) == [live["b"]]
     assert [live[name].progress.num_made for name in "ab"] == [0, 1]
 
@@ -177,21 +177,24 @@ def test_rounds_are_due_when_what_comes_before_them_is_computed() -> None:
     assert request.due_cut is planned_cuts[0]
 
 
-def test_block_tables_are_followed_where_rounds_need_them() -> None:
-    live = LiveRequests(
-        EvictionConfig(method="adakv-perturb", budget=1.0, decode_budget=128), BLOCK_SIZE
-    )
-    first = message(("a", 100, None), ("b", 100, None))
-    for new, max_tokens in zip(first.scheduled_new_reqs, (500, 20), strict=True):
-        new.block_ids = ([5, 6, 7, 8],)
-        new.sampling_params = SamplingParams(max_tokens=max_tokens)
-    live.update(first)
-    more = cached({"a": 100, "b": 100})
-    more.new_block_ids = [([9],), ([10],)]
-    live.update(message(scheduled_cached_reqs=more))
-    assert live["a"].progress.block_ids == [5, 6, 7, 8, 9]
-    assert live["b"].progress.block_ids == []  # its answer ends before a round
-    again = cached({"a": 0}, "a")
-    again.new_block_ids = [([3, 2, 1, 4],)]
-    live.update(message(scheduled_cached_reqs=again))
-    assert live["a"].progress.block_ids == [3, 2, 1, 4]
+@pytest.mark.parametrize("page_size", [32, 16])
+def test_cuts_are_due_in_the_order_in_which_their_blocks_were_swapped(page_size: int) -> None:
+    live = LiveRequests(SERVER, BLOCK_SIZE, page_size)
+    live.update(message(("a", 500, None), ("b", 500, None), ("c", 60, None)))
+    step = message(scheduled_cached_reqs=cached({"a": 500, "b": 500, "c": 60}))
+    swaps = {
+        "b": Swap([*range(1, 17)], [30, 31, 32, 33]),
+        "a": Swap([*range(41, 57)], [4, 3, 2, 1]),
+    }
+    StepNotice(swaps).add_to(step)
+    live.update(step)
+    assert live.due == [live["b"], live["a"]]
+    (cut,) = live["a"].plan.cuts
+    parts = BLOCK_SIZE // page_size
+    for name, swap in swaps.items():
+        given_back, fresh = (
+            [block * parts + part for block in blocks for part in range(parts)] for blocks in swap
+        )
+        assert live[name].progress.swap == Swap(given_back, fresh[-cut.num_packed :])
+    live.update(message())
+    assert live.due == []

@@ -1,4 +1,3 @@
-from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
@@ -179,14 +178,23 @@ def test_roles_agree_with_the_numbers_that_the_block_manager_uses(
     indices = range(40)
     freed = [index for index in indices if planned.role(index, num_tokens) is Role.FREED]
     assert freed == [*range(planned.num_freed(num_tokens))]
-    private = [index for index in indices if planned.is_private(index)]
-    assert private == [*indices[planned.first_private :]] if planned else not private
-    # A block that is not private holds, at any length, what vLLM would hold in it, or is freed.
-    for index in set(indices).difference(private):
-        for position in {num_tokens, *(cut.position for cut in planned)}:
-            role = planned.role(index, position)
-            assert role is (Role.FREED if planned.last_made(position) else Role.TAIL)
     assert all(cut.position >= planned.first_position for cut in planned)
+
+
+@many
+@given(prompt_lens, block_sizes, budgets, windows)
+def test_a_hit_leaves_a_block_and_the_window_to_be_computed(
+    prompt_len: int, block_size: int, budget: int | float, window: int
+) -> None:
+    for planned in filter(None, [cuts(prompt_len, block_size, make(budget, window))]):
+        position = planned[0].position
+        fits = [
+            num_blocks * block_size
+            for num_blocks in range(position)
+            if num_blocks * block_size <= position - window
+            and (num_blocks + 1) * block_size <= position
+        ]
+        assert planned.most_found(block_size, window) == max(fits, default=0)
 
 
 @many
@@ -330,23 +338,23 @@ def test_a_prompt_is_cut_at_multiples_of_its_interval_and_at_its_end(
 
 
 @many
-@given(bounded(), st.integers(1, 900), st.integers(0, 2), st.integers(0, 5))
+@given(bounded(), st.integers(1, 900), st.integers(0, 5))
 def test_no_request_holds_more_than_the_most(
-    case: tuple[EvictionConfig, int], prompt_len: int, num_late: int, num_ahead: int
+    case: tuple[EvictionConfig, int], prompt_len: int, num_ahead: int
 ) -> None:
     config, block_size = case
     planned = cuts(prompt_len, block_size, config, 900 - prompt_len)
-    # What is held when each token comes, if blocks are given back `num_late` cuts late, and taken
-    # for `num_ahead` tokens more than are computed.
+    # What is held when each token comes, if blocks are taken for `num_ahead` tokens more than are
+    # computed.
     held = []
     for num_tokens in range(1, 901):
-        num_made = max(0, planned.num_made(num_tokens - 1) - num_late)
+        num_made = planned.num_made(num_tokens - 1)
         freed = planned[num_made - 1].first_packed if num_made else 0
         held.append(ceil(min(900, num_tokens + num_ahead) / block_size) - freed)
-    assert planned.most_held(900, block_size, num_late, num_ahead) == max(held)
-    assert max(held) <= most_blocks(900, block_size, config, num_late, num_ahead)
+    assert planned.most_held(900, block_size, num_ahead) == max(held)
+    assert max(held) <= most_blocks(900, block_size, config, num_ahead)
     unbounded = config.model_copy(update={"decode_budget": 0})
-    assert most_blocks(900, block_size, unbounded, num_late) == ceil(900 / block_size)
+    assert most_blocks(900, block_size, unbounded) == ceil(900 / block_size)
 
 
 def test_a_long_prompt_holds_its_budget_and_two_intervals() -> None:
@@ -369,9 +377,9 @@ def test_too_short_an_interval_is_a_problem() -> None:
 
 
 @many
-@given(bounded(), st.integers(1, 900), st.integers(0, 2), st.integers(2, 17))
+@given(bounded(), st.integers(1, 900), st.integers(2, 17))
 def test_pages_smaller_than_blocks_keep_a_page_too_many_at_most_and_free_whole_blocks(
-    case: tuple[EvictionConfig, int], prompt_len: int, num_late: int, per_block: int
+    case: tuple[EvictionConfig, int], prompt_len: int, per_block: int
 ) -> None:
     config, page_size = case
     block_size = page_size * per_block
@@ -379,22 +387,29 @@ def test_pages_smaller_than_blocks_keep_a_page_too_many_at_most_and_free_whole_b
     by_page = {cut.position: cut for cut in cuts(prompt_len, page_size, config, 900 - prompt_len)}
     for before, cut in zip([None, *planned], planned, strict=False):
         # Entries are those of blocks as small as a page; what is freed is whole.
-        assert replace(cut, per_block=1) == by_page[cut.position]
+        # One that frees no page more is no cut by itself.
+        other = by_page.get(cut.position, cut)
+        assert (cut.num_packed, cut.tail_start) == (other.num_packed, other.tail_start)
+        # They are packed in whole blocks, the last ones that have nothing of the tail.
+        packed_end = cut.first_packed + cut.num_packed
+        assert packed_end % per_block == 0
+        assert cut.tail_start - per_block < packed_end <= cut.tail_start
         assert cut.num_freed == cut.first_packed // per_block > (before.num_freed if before else 0)
         assert cut.role(cut.num_freed - 1) is Role.FREED
         assert cut.role(cut.num_freed) is not Role.FREED
-        assert cut.role(ceil(cut.tail_start / per_block)) is Role.TAIL
+        assert cut.role(cut.tail_start // per_block) is Role.TAIL
+        assert cut.role(cut.tail_start // per_block - 1) is Role.PACKED
     # No cut is left out that would free a block.
     for position, cut in by_page.items():
-        assert planned.num_freed(position) >= cut.first_packed // per_block
-    most = planned.most_held(900, block_size, num_late)
-    assert most <= most_blocks(900, block_size, config, num_late)
+        end = cut.tail_start // per_block * per_block
+        assert planned.num_freed(position) >= (end - cut.num_packed) // per_block
+    assert planned.most_held(900, block_size) <= most_blocks(900, block_size, config)
 
 
 def test_a_block_of_many_pages_keeps_the_budget_of_a_page() -> None:
     config = EvictionConfig(method="adakv-perturb", budget=256)
     (cut,) = cuts(1500, 544, config, page_size=32)
-    assert (cut.first_packed, cut.num_packed, cut.tail_start, cut.num_freed) == (38, 7, 45, 2)
+    assert (cut.first_packed, cut.num_packed, cut.tail_start, cut.num_freed) == (27, 7, 45, 1)
     assert cuts(1500, 32, config)[0].num_packed == 7
     # A block that is one page packs a whole one of its own.
     assert cuts(1500, 544, config)[0].num_packed == 1

@@ -126,8 +126,8 @@ def hook_cache_hits() -> None:
         limit = () if max_cache_hit_length is None else (max_cache_hit_length,)
         blocks, num_tokens, boundary = get_computed_blocks(self, request, *limit)
         managers = self.coordinator.single_type_managers
-        ours = [manager for manager in managers if hasattr(manager, "admit")]
-        caps = [manager.admit(request) for manager in ours]
+        ours = [manager for manager in managers if hasattr(manager, "num_usable")]
+        caps = [manager.most_found(request) for manager in ours]
         if ours and (context := _compressed_context(self, request, max_cache_hit_length)):
             (manager,) = managers
             length = len(context) * manager.block_size

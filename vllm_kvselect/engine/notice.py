@@ -11,6 +11,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.v1.core.sched.output import SchedulerOutput
 
 
+class Swap(NamedTuple):
+    """What becomes of a request's blocks at a cut.
+
+    Attributes:
+        given_back: Its block table up to the cut, null blocks where entries were dropped before.
+        fresh: What takes the places of the last of these before the tail.
+    """
+
+    given_back: list[int]
+    fresh: list[int]
+
+
 class Load(NamedTuple):
     """A stored context on its way into the cache.
 
@@ -25,9 +37,11 @@ class Load(NamedTuple):
 
 @dataclass
 class StepNotice(KVConnectorMetadata):
-    """What is told of the requests that begin, or begin again, in a step.
+    """What is told of the requests of a step.
 
     Attributes:
+        swaps: Requests that make a cut when the step begins. A fresh block may be one that another
+            request has just given back: cuts are made in this order.
         found: Tokens that a request found in a compressed context, by its id; only of those that
             found one.
         stores: Names under which requests' contexts are stored once they are compressed.
@@ -35,6 +49,7 @@ class StepNotice(KVConnectorMetadata):
         dropped: Numbers of loads whose blocks the workers must not write to any more.
     """
 
+    swaps: dict[str, Swap] = field(default_factory=dict)
     found: dict[str, int] = field(default_factory=dict)
     stores: dict[str, str] = field(default_factory=dict)
     loads: dict[int, Load] = field(default_factory=dict)
@@ -43,7 +58,7 @@ class StepNotice(KVConnectorMetadata):
     @property
     def says_something(self) -> bool:
         """Whether there is anything to tell."""
-        return bool(self.found or self.stores or self.loads or self.dropped)
+        return bool(self.swaps or self.found or self.stores or self.loads or self.dropped)
 
     def add_to(self, scheduled: SchedulerOutput) -> None:
         """Sends the notice along with a step's message."""

@@ -103,10 +103,9 @@ def page_size_of(vllm_config: VllmConfig) -> int:
     return fixed_page_size(vllm_config) or block_size_of(vllm_config)
 
 
-def margins(vllm_config: VllmConfig) -> tuple[int, int]:
-    """What requests hold beside what a cut leaves: `num_late` and `num_ahead` of `most_held`."""
-    num_late = vllm_config.max_concurrent_batches - 1
-    return num_late, int(vllm_config.num_lookahead_tokens)
+def tokens_ahead(vllm_config: VllmConfig) -> int:
+    """Tokens for which requests have blocks before they are computed."""
+    return int(vllm_config.num_lookahead_tokens)
 
 
 def has_drafter_layers(vllm_config: VllmConfig) -> bool:

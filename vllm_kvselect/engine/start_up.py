@@ -10,9 +10,9 @@ from vllm_kvselect.engine.models import layer_types
 from vllm_kvselect.engine.platforms import (
     block_size_of,
     has_drafter_layers,
-    margins,
     page_size_of,
     platform_name,
+    tokens_ahead,
 )
 from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.planning.cuts import Cuts, budget_entries, cuts
@@ -76,7 +76,7 @@ def describe(vllm_config: VllmConfig, eviction: EvictionConfig) -> str:
     if eviction.prompt_interval and is_late:
         rounds = f"; drops while it is computed every {eviction.prompt_interval} tokens"
     elif eviction.prompt_interval:
-        most = planned.most_held(num_tokens, block_size, *margins(vllm_config))
+        most = planned.most_held(num_tokens, block_size, tokens_ahead(vllm_config))
         rounds = (
             f"; drops while it is computed every {eviction.prompt_interval} tokens, so that it "
             f"never holds more than {most} blocks, {most * num_mib:.1f} MiB"

@@ -42,6 +42,7 @@ class PageTableBuilder(Protocol):
         first_layer: int = 0,
         out: PageTable | None = None,
         order: torch.Tensor | None = None,
+        per_block: int = 1,
     ) -> PageTable:
         """Builds page tables; see the reference."""
 

@@ -29,6 +29,7 @@ def headwise_page_table(
     first_layer: int = 0,
     out: PageTable | None = None,
     order: torch.Tensor | None = None,
+    per_block: int = 1,
 ) -> PageTable:
     """Builds the page tables of requests whose prompts are compacted, for several layers at once.
 
@@ -53,6 +54,7 @@ def headwise_page_table(
             and what they hold past a sequence's last page stays.
         order: The sequence of each row of a layer, `[num_layers, num_reqs * num_kv_heads]`, where
             it is not the row's own; see `order.py`.
+        per_block: What is packed ends at a multiple of so many blocks, the last one up to the tail.
 
     Returns:
         The page tables, `out` if that is given. Every page but a sequence's last one is full.
@@ -64,7 +66,8 @@ def headwise_page_table(
     seq_lens, first_packed, tail_start = (
         part.to(torch.int32)[:, None, None] for part in (seq_lens, first_packed, tail_start)
     )
-    num_packed = (tail_start - first_packed).clamp_(min=1)
+    packed_end = tail_start - tail_start % per_block
+    num_packed = (packed_end - first_packed).clamp_(min=1)
     start, num_run_pages = offsets[..., :-1, None], offsets.diff(dim=-1)[..., None]
     tail_len = seq_lens - tail_start * block_size
     num_pages = num_run_pages + -(-tail_len // block_size)

@@ -19,9 +19,9 @@ class Role(Enum):
     """What a cut makes of a block, by the block's place in the request's block table."""
 
     FREED = "freed"
-    """Given back to vLLM's block pool, its hash intact."""
+    """Given back to vLLM's block pool, and nothing takes its place."""
     PACKED = "packed"
-    """Overwritten with retained entries, all of it or a part."""
+    """Given back, too; a fresh block in its place holds retained entries."""
     TAIL = "tail"
     """Left as it is: it holds the latest entries, and takes those of the tokens to come."""
 
@@ -30,15 +30,17 @@ class Role(Enum):
 class Cut:
     """One moment at which a request drops entries, between two steps.
 
-    Entries are packed by kernel blocks, which hold a page of each head, and freed by blocks. What
-    lies between the last freed block and the first packed kernel block is not used.
+    What is retained is packed into fresh blocks, which take the places of the last blocks before
+    the tail; all others before it are freed. Entries are packed by kernel blocks, which hold a page
+    of each head. Where a block has several, the first packed block may begin with some that are not
+    used, and the first one of the tail with some that are not read any more.
 
     Attributes:
         position: Tokens of the request that are computed before it. They read all entries that are
             there until then; later tokens read what the cut retains, and the tail.
         first_packed: Index of the first packed kernel block in the request's kernel block table.
         num_packed: Number of packed kernel blocks, at least 1.
-        tail_start: Index of the first kernel block of the tail, `first_packed + num_packed`.
+        tail_start: Index of the first kernel block of the tail.
         per_block: Kernel blocks of a block.
     """
 
@@ -53,16 +55,21 @@ class Cut:
         """Blocks that are freed: so many from the first one of the block table on."""
         return self.first_packed // self.per_block
 
+    @property
+    def first_of_tail(self) -> int:
+        """Index of the first block that is left as it is: packed ones end with whole blocks."""
+        return self.tail_start // self.per_block
+
+    @property
+    def num_dropped(self) -> int:
+        """Pages of each head whose entries are dropped, of whichever heads they are."""
+        return self.tail_start - self.num_packed
+
     def role(self, block_index: int) -> Role:
         """What it makes of a block of the block table."""
         if block_index < self.num_freed:
             return Role.FREED
         return Role.PACKED if block_index < self.first_of_tail else Role.TAIL
-
-    @property
-    def first_of_tail(self) -> int:
-        """Index of the first block that is all tail."""
-        return ceil(self.tail_start / self.per_block)
 
 
 class Cuts(tuple[Cut, ...]):
@@ -98,42 +105,37 @@ class Cuts(tuple[Cut, ...]):
         cut = self.last_made(num_tokens)
         return 0 if cut is None else cut.num_freed
 
-    def is_private(self, block_index: int) -> bool:
-        """Whether a block may belong to this request only, from its first token on.
-
-        Such a block is neither hashed nor taken from the prefix cache. The first cut does not just
-        free it: either it is overwritten, or it may hold entries computed when others had been
-        dropped.
-        """
-        return bool(self) and block_index >= self.first_private
-
-    @property
-    def first_private(self) -> int:
-        """Index of the first private block; all from there on are. There must be a cut."""
-        return self[0].num_freed
-
     @property
     def first_position(self) -> int:
         """Tokens that are computed before anything is dropped. There must be a cut."""
         return self[0].position
 
-    def most_held(
-        self, num_tokens: int, block_size: int, num_late: int = 0, num_ahead: int = 0
-    ) -> int:
+    def most_found(self, block_size: int, window: int) -> int:
+        """Tokens that a request may take from the prefix cache at most, before its first cut.
+
+        A block and all queries that the cut looks through are left to be computed: so cuts are made
+        of requests that run. There must be a cut.
+
+        Args:
+            block_size: Tokens per block.
+            window: Tokens before the cut that it looks through.
+        """
+        blocks = min(self[0].position // block_size - 1, (self[0].position - window) // block_size)
+        return max(0, blocks) * block_size
+
+    def most_held(self, num_tokens: int, block_size: int, num_ahead: int = 0) -> int:
         """The most blocks that a request holds until `num_tokens` are computed.
 
         Args:
             num_tokens: Tokens, in the end, those ahead among them.
             block_size: Tokens per block.
-            num_late: Cuts whose blocks are not given back yet when those of a cut are: steps in
-                flight may still read them.
             num_ahead: Tokens for which there are blocks before they are computed: a drafter writes
                 there.
         """
         made = [cut for cut in self if cut.position < num_tokens]
         ends = [min(num_tokens, cut.position + num_ahead) for cut in made] + [num_tokens]
-        freed = [0] * (1 + num_late) + [cut.num_freed for cut in made]
-        return max(ceil(end / block_size) - gone for end, gone in zip(ends, freed, strict=False))
+        freed = [0] + [cut.num_freed for cut in made]
+        return max(ceil(end / block_size) - gone for end, gone in zip(ends, freed, strict=True))
 
 
 def cuts(
@@ -223,10 +225,11 @@ def _cut_at(
     The budget, in entries, is met in whole pages, rounded up: less is never retained than was asked
     for. The last `window` tokens do not compete, and count.
     """
-    tail_start = (position - window) // page_size
+    tail_start, per_block = (position - window) // page_size, block_size // page_size
     num_tail_entries = position - tail_start * page_size
     num_packed = max(1, -((num_tail_entries - entries) // page_size))
-    cut = Cut(position, tail_start - num_packed, num_packed, tail_start, block_size // page_size)
+    first_packed = tail_start // per_block * per_block - num_packed
+    cut = Cut(position, first_packed, num_packed, tail_start, per_block)
     return cut if cut.num_freed > 0 else None
 
 
@@ -238,35 +241,29 @@ def budget_entries(num_prompt_tokens: int, config: EvictionConfig) -> int:
 
 
 def most_blocks(
-    max_tokens: int,
-    block_size: int,
-    config: EvictionConfig,
-    num_late: int = 0,
-    num_ahead: int = 0,
+    max_tokens: int, block_size: int, config: EvictionConfig, num_ahead: int = 0
 ) -> int:
     """The most blocks that any request with this configuration holds.
 
-    What is held grows from one cut to the next, or by more where blocks are given back late. It is
-    bounded where prompts are cut while they are computed and answers while they are generated.
+    What is held grows from one cut to the next. It is bounded where prompts are cut while they are
+    computed and answers while they are generated.
 
     Args:
         max_tokens: Tokens of the longest request, prompt and answer.
         block_size: Tokens per block.
         config: The configuration.
-        num_late: As of `Cuts.most_held`.
-        num_ahead: Likewise.
+        num_ahead: As of `Cuts.most_held`.
     """
     whole = ceil(max_tokens / block_size)
     if not (config.enabled and config.prompt_interval and config.decode_budget):
         return whole
     entries, step = budget_entries(max_tokens, config), config.prompt_interval
     of_rounds = max(entries, config.decode_budget) + config.decode_interval
-    # A cut in a prompt leaves the budget and an interval; the last one frees two intervals.
+    # A cut in a prompt leaves the budget and an interval.
     at_once = max(entries + 2 * step, of_rounds) + num_ahead
-    freed = max(2 * step, of_rounds - config.decode_budget)
-    # The first block and the last one may be filled by one entry each, whatever a page is.
-    unfilled = (2 + num_late) * (block_size - 1)
-    return min(whole, (at_once + num_late * freed + unfilled) // block_size)
+    # Two blocks may be filled by one entry each, whatever a page is; where a block has several
+    # pages, so may the first of the tail.
+    return min(whole, (at_once + 3 * (block_size - 1)) // block_size)
 
 
 def budget_problem(max_prompt_tokens: int, page_size: int, config: EvictionConfig) -> str | None:

@@ -121,7 +121,7 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         if batch.table is not None:
             return batch.by_layer[layer]
         only = slice(layer, layer + 1)
-        table = batch.rows.page_table(self._state.offsets, self._codec.block_size, only)
+        table = batch.rows.page_table(self._state, self._codec.block_size, only)
         return PageTable(table.pages[0], table.seq_lens[0])
 
     def _attend(

@@ -177,6 +177,7 @@ class HeadwiseTables:
             layers.start,
             PageTable(pages, self._lengths[layers, : pages.shape[1]]),
             None if batch.orders is None else batch.orders.sequences[layers, :-1],
+            self._state.per_block,
         )
 
     def _num_sequences(self, batch: HeadwiseBatch) -> int:

@@ -17,6 +17,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cuda.builder import CudaMetadataBuilder
 from vllm_kvselect.engine.cuda.tables import table_width
 from vllm_kvselect.engine.drop.request import Request
+from vllm_kvselect.engine.notice import Swap
 from vllm_kvselect.engine.step.split import Decodes
 from vllm_kvselect.planning.cuts import Cut, cuts
 from vllm_kvselect.planning.plan import Plan, plan
@@ -150,7 +151,8 @@ def _make(builder: CudaMetadataBuilder, request: Request, cut: Cut) -> None:
         seen.see(index, torch.zeros(shape, dtype=dtype, device=builder.device))
     request.progress.queries.keep(seen, 0, first, cut.position)
     request.num_computed = cut.position
-    request.progress.block_ids = [0] * -(-cut.position // builder.block_size)
+    num_blocks = -(-cut.position // builder.block_size)
+    request.progress.swap = Swap([0] * num_blocks, [0] * cut.num_packed)
     builder.due.make([request])
 
 

@@ -68,7 +68,7 @@ class Columns:
         cuts = [request.next_cut for request in requests if request.next_cut is not None]
         behind = [cut.position - cut.tail_start * block_size for cut in cuts]
         blocks = [
-            request.progress.block_ids[: -(-cut.position // block_size)]
+            request.progress.swap.given_back[: -(-cut.position // block_size)]
             for request, cut in zip(requests, cuts, strict=True)
         ]
         sizes = num_competing, missing
@@ -119,7 +119,7 @@ def _uneven(
     rows = SettledRows(async_tensor_h2d(table, device), seq_len, first, tail, key.to(torch.int64))
     num_columns = num_competing // block_size
     width = num_columns + -(-most_behind // block_size)
-    pages, lengths = rows.page_table(state.offsets, block_size, width=width)
+    pages, lengths = rows.page_table(state, block_size, width=width)
     # [num_layers, num_requests * num_kv_heads] -> [num_requests, num_layers, num_kv_heads]
     by_request = len(state.offsets[0]), len(requests), state.num_kv_heads
     lengths = lengths.to(torch.int64).view(by_request).transpose(0, 1)

@@ -88,8 +88,7 @@ class Drop:
     @property
     def keys(self) -> list[int]:
         """Ids of the first packed blocks, by which the state knows what is retained."""
-        cuts = zip(self.requests, self.cuts, strict=True)
-        return [request.progress.block_ids[cut.first_packed] for request, cut in cuts]
+        return [request.progress.swap.fresh[0] for request in self.requests]
 
     def make(self) -> None:
         """Makes the cuts in all layers, from what is in the cache."""
@@ -185,10 +184,7 @@ class Drop:
         """
         places = np.arange(layers.start, layers.stop)[:, None] * len(self._state.offsets)
         blocks = [
-            (
-                places + np.array(request.progress.block_ids[cut.first_packed : cut.tail_start])
-            ).ravel()
-            for request, cut in zip(self.requests, self.cuts, strict=True)
+            (places + np.array(request.progress.swap.fresh)).ravel() for request in self.requests
         ]
         packed_blocks = async_tensor_h2d(np.concatenate(blocks), self._device)
         pages = self.columns.pages[:, layers].flatten(0, 2)

@@ -1,6 +1,6 @@
 """The cuts that are due before the step at hand is computed."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -34,13 +34,12 @@ class DueDrops:
     def __init__(self, layers: Sequence[DropLayer], state: RetentionState, block_size: int) -> None:
         self._layers, self._state, self._block_size = layers, state, block_size
 
-    def make(self, requests: Iterable[Request]) -> None:
-        """Makes the cuts that are due, those of requests with equal settings in one pass.
+    def make(self, due: Sequence[Request]) -> None:
+        """Makes the next cuts of some requests, those with equal settings in one pass if they may.
 
         Args:
-            requests: All that live, in the order in which cuts are made.
+            due: The requests, in the order in which they got their fresh blocks.
         """
-        due = [request for request in requests if request.due_cut is not None]
         if not due:
             return
         with self._state.stopwatch:
@@ -53,9 +52,14 @@ class DueDrops:
         """Requests whose cuts are made at once."""
         alike: list[list[Request]] = []
         for request in due:
-            for group in alike:
+            packed = set(request.progress.swap.fresh)
+            for group in reversed(alike):
                 if _are_alike(group[0], request):
                     group.append(request)
+                    break
+                # Its fresh blocks may be what others have given back, and are still to read.
+                if any(packed.intersection(each.progress.swap.given_back) for each in group):
+                    alike.append([request])
                     break
             else:
                 alike.append([request])

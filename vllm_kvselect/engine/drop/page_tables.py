@@ -34,20 +34,20 @@ class SettledRows:
 
     def page_table(
         self,
-        offsets: torch.Tensor,
+        state: RetentionState,
         block_size: int,
         layers: slice = slice(None),
         width: int | None = None,
     ) -> PageTable:
-        """Page tables of some layers, from the offsets of all.
+        """Page tables of some layers.
 
         Args:
-            offsets: `[num_blocks, num_layers, num_kv_heads + 1]`, as the state has them.
+            state: State of all layers.
             block_size: Tokens per block.
             layers: Which layers.
             width: Pages of the longest sequence; None where it may be read back.
         """
-        out = None
+        offsets, out = state.offsets, None
         if width is not None:
             num_layers, num_offsets = offsets[0, layers].shape
             shape = (num_layers, len(self.seq_lens) * (num_offsets - 1))
@@ -63,6 +63,7 @@ class SettledRows:
             len(offsets),
             layers.start or 0,
             out,
+            per_block=state.per_block,
         )
 
     def has_pages_of(self, other: "SettledRows", block_size: int) -> bool:
@@ -98,6 +99,6 @@ class PageTables:
                 num_heads = table.seq_lens.shape[1] // len(rows.seq_lens)
                 more = (rows.seq_lens - built_rows.seq_lens).repeat_interleave(num_heads)
                 return PageTable(table.pages, table.seq_lens + more.to(torch.int32))
-        table = rows.page_table(self._state.offsets, self._block_size)
+        table = rows.page_table(self._state, self._block_size)
         self._built = version, rows, table
         return table

@@ -1,6 +1,6 @@
 """What a worker knows of a request: its plan, which never changes, and how far it has come."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -11,7 +11,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.drop.arriving import Arriving
 from vllm_kvselect.engine.drop.key_blocks import SparsePrefill
-from vllm_kvselect.engine.notice import StepNotice
+from vllm_kvselect.engine.notice import StepNotice, Swap
 from vllm_kvselect.planning.cuts import Cut
 from vllm_kvselect.planning.plan import Plan, plan
 from vllm_kvselect.registry import METHODS, Method
@@ -31,7 +31,7 @@ class Progress:
         numbers: What its method remembers of each entry; None before its first cut, and once
             nothing needs it any more.
         longest_run: The most packed pages that a head of a layer has; None before the first cut.
-        block_ids: Its kernel block table, if entries are dropped.
+        swap: The kernel blocks of the cut that is due, or was made last.
         sparse: What is kept for sparse segments while these are computed.
         followed: Numbers of what a drafter's layers hold packed, where these share pages.
     """
@@ -42,7 +42,7 @@ class Progress:
     queries: LastQueries = field(default_factory=LastQueries)
     numbers: EntryNumbers | None = None
     longest_run: Arriving | None = None
-    block_ids: list[int] = field(default_factory=list)
+    swap: Swap = field(default_factory=lambda: Swap([], []))
     sparse: SparsePrefill | None = None
     followed: Candidates | None = None
 
@@ -121,12 +121,11 @@ class Request:
         sparse = None if segments is None else SparsePrefill(segments)
         self.progress, self.num_computed = Progress(sparse=sparse), 0
 
-    def begin(self, num_computed: int, block_ids: list[int], num_found: int) -> None:
+    def begin(self, num_computed: int, num_found: int) -> None:
         """Begins, for the first time or again, with what the scheduler found for it.
 
         Args:
             num_computed: Tokens that are computed already.
-            block_ids: Its block table.
             num_found: Those of them that came with a compressed context.
         """
         # A context is found whole: all cuts in it are made, and none follows.
@@ -134,12 +133,6 @@ class Request:
         self.progress.num_made = len(self.plan.cuts) if num_found else 0
         self.progress.num_found = num_found
         self.come_to(num_computed)
-        self.add_blocks(block_ids)
-
-    def add_blocks(self, block_ids: list[int]) -> None:
-        """Takes note of further blocks, of which cuts are made between two batches."""
-        if self.plan.cuts:
-            self.progress.block_ids += block_ids
 
     def come_to(self, num_computed: int) -> None:
         """Takes note of a step's begin."""
@@ -169,7 +162,10 @@ class LiveRequests:
         eviction: The server's configuration.
         block_size: Tokens per block.
         page_size: Entries per page; None for those of a block.
-        group_id: Which of a request's block tables is that of the layers that drop entries.
+
+    Attributes:
+        per_block: Kernel blocks of a block.
+        due: Requests whose next cuts are to be made before the step at hand, in their order.
     """
 
     def __init__(
@@ -177,14 +173,13 @@ class LiveRequests:
         eviction: EvictionConfig,
         block_size: int,
         page_size: int | None = None,
-        group_id: int = 0,
     ) -> None:
         self._eviction, self._sizes = eviction, (block_size, page_size)
-        self._per_block = block_size // (page_size or block_size)
+        self.per_block = block_size // (page_size or block_size)
+        self.due: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._stock = Request(Plan(0, eviction))
         self._unseen: set[str] = set()
-        self._group_id = group_id
 
     def __getitem__(self, request_id: str) -> Request:
         return self._requests[request_id]
@@ -220,24 +215,22 @@ class LiveRequests:
                 self._unseen.add(new.req_id)
             request = self._requests[new.req_id]
             num_found, request.stored_as = found.get(new.req_id, 0), stores.get(new.req_id)
-            request.begin(new.num_computed_tokens, self._kernel_blocks(new.block_ids), num_found)
+            request.begin(new.num_computed_tokens, num_found)
             begun.append(request)
         cached = scheduled.scheduled_cached_reqs
-        tables = cached.new_block_ids
-        for place, (request_id, num_computed) in enumerate(
-            zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        for request_id, num_computed in zip(
+            cached.req_ids, cached.num_computed_tokens, strict=True
         ):
             known = self._requests.get(request_id)
             if known is None:
                 continue
-            block_ids = self._kernel_blocks(tables[place])
             if request_id in cached.resumed_req_ids:
                 known.stored_as = stores.get(request_id)
-                known.begin(num_computed, block_ids, found.get(request_id, 0))
+                known.begin(num_computed, found.get(request_id, 0))
                 begun.append(known)
             else:
                 known.come_to(num_computed)
-                known.add_blocks(block_ids)
+        self.due = [self._take_swap(*each) for each in notice.swaps.items()]
         return [request for request in begun if request.progress.num_found]
 
     def take_new_plans(self) -> dict[str, str]:
@@ -257,9 +250,16 @@ class LiveRequests:
         params, token_ids = new.sampling_params, new.prompt_token_ids
         return plan(self._eviction, params, token_ids, num_tokens, *self._sizes)
 
-    def _kernel_blocks(self, tables: Sequence[list[int]] | None) -> list[int]:
-        """The kernel blocks of the blocks that a request gets, by its group's table."""
-        block_ids, parts = [] if tables is None else tables[self._group_id], self._per_block
+    def _take_swap(self, request_id: str, swap: Swap) -> Request:
+        """The request, which knows from now on which blocks its next cut packs into which."""
+        request = self._requests[request_id]
+        assert request.due_cut is not None, f"{request_id} is not at a cut"
+        given_back, fresh = map(self._kernel_blocks, swap)
+        request.progress.swap = Swap(given_back, fresh[-request.due_cut.num_packed :])
+        return request
+
+    def _kernel_blocks(self, block_ids: list[int]) -> list[int]:
+        parts = self.per_block
         if parts == 1:
             return block_ids
         return [block_id * parts + part for block_id in block_ids for part in range(parts)]

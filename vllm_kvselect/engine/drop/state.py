@@ -48,6 +48,7 @@ class RetentionState:
         num_kv_heads: KV heads on this rank.
         device: Where keys and values are.
         num_following: Layers at the group's end that choose nothing themselves: a drafter's.
+        per_block: Kernel blocks of a block.
 
     Attributes:
         num_choosing: Layers before these.
@@ -61,7 +62,9 @@ class RetentionState:
         num_kv_heads: int,
         device: torch.device | str = "cpu",
         num_following: int = 0,
+        per_block: int = 1,
     ) -> None:
+        self.per_block = per_block
         self.num_layers, self.num_kv_heads = num_layers, num_kv_heads
         self.num_choosing = num_layers - num_following
         self.followed = followed_layers(self.num_choosing, num_following)
@@ -109,9 +112,9 @@ class RetentionState:
         for (request, cut), longest_run in zip(made, longest_runs, strict=True):
             self.num_evicted += request.completes_prompt(cut)
             if request.progress.num_made >= request.num_reported:
-                freed, dropped = cut.num_freed, cut.first_packed
+                freed, dropped = cut.num_freed, cut.num_dropped
                 if (before := request.last_cut) is not None:
-                    freed, dropped = freed - before.num_freed, dropped - before.first_packed
+                    freed, dropped = freed - before.num_freed, dropped - before.num_dropped
                 self.completed.append(Made(request, cut, freed, dropped))
                 request.num_reported = request.progress.num_made + 1
             request.complete_cut(cut, None if cut is request.plan.cuts[-1] else longest_run)

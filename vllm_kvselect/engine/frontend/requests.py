@@ -15,7 +15,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.frontend.arguments import server_config
 from vllm_kvselect.engine.frontend.checks import settings_problems
 from vllm_kvselect.engine.frontend.metrics import EvictionStatLogger
-from vllm_kvselect.engine.platforms import block_size_of, margins, page_size_of
+from vllm_kvselect.engine.platforms import block_size_of, page_size_of, tokens_ahead
 from vllm_kvselect.planning.cuts import most_blocks
 from vllm_kvselect.planning.plan import plan
 from vllm_kvselect.registry import METHODS, methods_without
@@ -275,9 +275,9 @@ def _refuse_too_large(engine: Any, server: EvictionConfig, prompt: Any, params: 
     num_tokens = min(max_model_len, num_prompt_tokens + (params.max_tokens or max_model_len))
     sizes = block_size, page_size_of(config)
     made = plan(server, params, token_ids, num_prompt_tokens, *sizes)
-    num_late, num_ahead = margins(config)
+    num_ahead = tokens_ahead(config)
     held_for = min(max_model_len, num_tokens + num_ahead)
-    most = made.cuts.most_held(held_for, block_size, num_late, num_ahead)
+    most = made.cuts.most_held(held_for, block_size, num_ahead)
     if most > num_blocks:
         raise RequestError(
             f"a prompt of {num_prompt_tokens} tokens with up to {num_tokens - num_prompt_tokens} "
@@ -305,7 +305,7 @@ def _num_beside(config: VllmConfig, server: EvictionConfig, num_blocks: int) -> 
     if not num_requests:
         return 0
     lengths = config.model_config.max_model_len, block_size_of(config)
-    num_dropping = most_blocks(*lengths, server, *margins(config))
+    num_dropping = most_blocks(*lengths, server, tokens_ahead(config))
     return round(num_blocks / num_requests) - num_dropping
 
 

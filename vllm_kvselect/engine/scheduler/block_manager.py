@@ -14,11 +14,12 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.notice import Swap
 from vllm_kvselect.engine.scheduler.contexts import ContextNames, Held
 from vllm_kvselect.engine.scheduler.loads import ContextLoads
 from vllm_kvselect.engine.scheduler.sparse_names import sparse_names
 from vllm_kvselect.engine.store.identity import StoreIdentity
-from vllm_kvselect.planning.cuts import Cuts
+from vllm_kvselect.planning.cuts import Cut
 from vllm_kvselect.planning.plan import Plan, plan
 
 
@@ -62,7 +63,8 @@ class PlannedManager(SingleTypeKVCacheManager):
     """What the managers of all groups share: cuts of requests, and what may be hashed of them.
 
     A request without cuts is treated as vLLM treats it. Every request is planned with its own
-    settings.
+    settings. Nothing is hashed that is computed once entries are dropped: whoever found it would
+    read other entries than its own.
 
     Args:
         kv_cache_spec: The group's spec, with the eviction configuration.
@@ -110,10 +112,6 @@ class PlannedManager(SingleTypeKVCacheManager):
                 made.settings,
             )
 
-    def _num_hashable(self, request_cuts: Cuts) -> int:
-        """Tokens of a request with cuts whose blocks may be hashed."""
-        raise NotImplementedError
-
     def cache_blocks(
         self,
         request: Request,
@@ -125,21 +123,33 @@ class PlannedManager(SingleTypeKVCacheManager):
         """Hashes full blocks that later requests may take for what they are named by.
 
         By default vLLM hashes of a sliding window only what the same prompt needs to resume just
-        before its end, and may do so of states. With cuts it resumes at the first private block.
+        before its end, and may do so of states. With cuts it resumes before the first one.
         """
+        if request_cuts := self.plan_of(request).cuts:
+            # Blocks that took the places of others must not get the names of these.
+            if request.num_computed_tokens >= request_cuts.first_position:
+                return
+            num_tokens = min(num_tokens, request_cuts.first_position)
+            replay_boundaries = (*replay_boundaries, self.most_found(request))
         if self._num_hashed_before is not None:
             num_hashed = self.num_cached_block.get(request.request_id, 0)
             self._num_hashed_before.setdefault(request.request_id, num_hashed)
-        if request_cuts := self.plan_of(request).cuts:
-            num_tokens = min(num_tokens, self._num_hashable(request_cuts))
-            first_private = request_cuts.first_private * self.sizes.block_size
-            replay_boundaries = (*replay_boundaries, first_private)
         super().cache_blocks(
             request,
             num_tokens,
             retention_interval,
             replay_boundaries=replay_boundaries,
         )
+
+    def most_found(self, request: Request) -> int:
+        """Tokens that a request may take from the prefix cache at most.
+
+        A multiple of the block size, or all tokens without a cut.
+        """
+        made = self.plan_of(request)
+        if not made.cuts:
+            return request.num_tokens
+        return made.cuts.most_found(self.sizes.block_size, made.settings.window)
 
     def new_step_starts(self) -> None:
         """Notes that the scheduler begins to schedule."""
@@ -164,16 +174,17 @@ class PlannedManager(SingleTypeKVCacheManager):
         if num_computed is not None:
             end = len(table)
             if planned and planned.plan.cuts:
-                # Others are hashed, if at all, by `ContextNames`, which waits for the step.
-                end = self._num_hashable(planned.plan.cuts) // self.block_size
+                # Others are hashed, if at all, by `ContextNames`.
+                end = planned.plan.cuts.first_position // self.block_size
             self.block_pool.evict_blocks({block.block_id for block in table[num_computed:end]})
         return super().pop_blocks_for_free(request_id)
 
 
 class HeadwiseManager(PlannedManager, FullAttentionManager):
-    """Frees the blocks before the packed ones and keeps the others private.
+    """Swaps blocks at cuts: gives back all that are before the tail, and takes fresh ones to pack.
 
-    Only those of a marked context, and what follows it, are shared once they are packed.
+    Blocks of the prompt are given back as they are, with their names. Of what is packed, and of
+    what is computed after it, only a marked context's is found by others.
 
     Args:
         kv_cache_spec: The group's spec, with the eviction configuration.
@@ -182,16 +193,16 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
     Attributes:
         found: Tokens that requests found in a compressed context when they last looked, by id.
         loads: Contexts on their way from a folder; None without one.
-        margins: Steps that may be in flight when a step is scheduled, and tokens ahead of it: what
-            is held for both (`Cuts.most_held`).
+        num_ahead: As of `Cuts.most_held`.
     """
 
-    margins = 0, 0
+    num_ahead = 0
 
     def __init__(self, kv_cache_spec: SpecWithStore, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self._names = ContextNames(self.block_pool, self.kv_cache_group_id, self.block_size)
-        # Requests of the step that is being scheduled whose contexts it packs.
+        # Of the step that is being scheduled: its cuts, and requests whose contexts these pack.
+        self._swaps: dict[str, Swap] = {}
         self._packed_now: set[str] = set()
         self.found: dict[str, int] = {}
         self.loads: ContextLoads | None = None
@@ -252,8 +263,8 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         """Compressed contexts that a request would find."""
         return self._names.held()
 
-    def may_be_shared(self, request: Request, index: int, block: KVCacheBlock) -> bool:
-        """Whether a block from the first packed one on may be held by other requests, too."""
+    def has_name_of_context(self, request: Request, index: int, block: KVCacheBlock) -> bool:
+        """Whether a block has the name that is due at its place of a compressed context."""
         made = self.plan_of(request)
         if not made.has_context:
             return False
@@ -266,7 +277,7 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Hashes full blocks, and names those of contexts that earlier steps have computed."""
         super().cache_blocks(request, *args, **kwargs)
-        if self._name_context(request, self.plan_of(request), is_scheduled=True):
+        if self._name_context(request, self.plan_of(request)):
             self._packed_now.add(request.request_id)
 
     def new_step_starts(self) -> None:
@@ -284,63 +295,96 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
             if self._num_hashed_before is not None and request_id in self._packed_now:
                 self._names.take_back(*planned)
             else:
-                self._name_context(*planned, is_scheduled=False)
+                self._name_context(*planned)
         self._names.forget(request_id)
         self.found.pop(request_id, None)
         if self.loads is not None:
             self.loads.forget(request_id)
         return super().pop_blocks_for_free(request_id)
 
-    def _name_context(self, request: Request, made: Plan, is_scheduled: bool) -> bool:
+    def _name_context(self, request: Request, made: Plan) -> bool:
         blocks = self.req_to_blocks.get(request.request_id)
         if not blocks or not made.has_context:
             return False
-        return self._names.give(request, made, blocks, is_scheduled)
-
-    def admit(self, request: Request) -> int:
-        """Plans a request before its blocks are allocated, for the first time or again.
-
-        Blocks that a cut packs are overwritten, so they must be private, and the observation
-        window's queries must be computed: neither may come from the prefix cache.
-
-        Args:
-            request: The request about to be scheduled.
-
-        Returns:
-            Tokens that may come from the prefix cache at most: a multiple of the block size, or all
-            tokens without a cut.
-        """
-        resumed = self.resumes_at(request)
-        return request.num_tokens if resumed is None else resumed
-
-    def resumes_at(self, request: Request) -> int | None:
-        """Tokens that the same request takes from the prefix cache at most; None without a cut."""
-        made = self.plan_of(request)
-        if not made.cuts:
-            return None
-        return made.cuts.first_private * self.block_size
+        return self._names.give(request, made, blocks)
 
     def get_num_blocks_to_allocate(
         self,
         request_id: str,
         num_tokens: int,
-        *args: Any,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
         apply_admission_cap: bool = False,
         **kwargs: Any,
     ) -> int:
-        """vLLM's; where it asks for a whole request, no more than what is held of it at once.
+        """vLLM's, and what a cut that is due takes beyond what it gives back.
 
-        Of a context that was found, null blocks stand for what was dropped, and nothing follows.
+        Where it is asked for a whole request, no more than what is held of it at once. Of a context
+        that was found, null blocks stand for what was dropped, and nothing follows.
         """
         if apply_admission_cap:
             planned, most = self._planned.get(request_id), None
             if planned and planned.plan.cuts and request_id not in self.found:
-                most = planned.plan.cuts.most_held(num_tokens, self.block_size, *self.margins)
+                most = planned.plan.cuts.most_held(num_tokens, self.block_size, self.num_ahead)
             self.max_admission_blocks_per_request = most  # vLLM's word for it, of every request
         num_blocks: int = super().get_num_blocks_to_allocate(
-            request_id, num_tokens, *args, apply_admission_cap=apply_admission_cap, **kwargs
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            num_tokens_main_model,
+            apply_admission_cap,
+            **kwargs,
         )
+        if (cut := self._due_cut(request_id, num_tokens_main_model)) is not None:
+            given_back = self.req_to_blocks[request_id][: cut.first_of_tail]
+            num_freed = sum(block.ref_cnt == 1 and not block.is_null for block in given_back)
+            # Never below 0: blocks of other groups may be taken before these are given back.
+            num_blocks = max(0, num_blocks + cut.first_of_tail - cut.num_freed - num_freed)
         return num_blocks
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        """vLLM's, after the blocks of a cut that is due are swapped.
+
+        What is given back keeps its hashes, so it serves others from the prefix cache until it is
+        reused: perhaps for what this very cut packs. Workers make it before anything of the step is
+        written, and after all that earlier steps read. vLLM is not told of the fresh blocks: it
+        would append them to the table, and have them zeroed once they are packed.
+        """
+        if (cut := self._due_cut(request_id, num_tokens_main_model)) is not None:
+            table = self.req_to_blocks[request_id]
+            end = -(-cut.position // self.block_size)
+            before, places = [block.block_id for block in table[:end]], slice(cut.first_of_tail)
+            given_back = [block for block in table[places] if not block.is_null]
+            self.block_pool.free_blocks(reversed(given_back))
+            fresh = self.block_pool.get_new_blocks(cut.first_of_tail - cut.num_freed)
+            table[places] = [self._null_block] * cut.num_freed + fresh
+            self._swaps[request_id] = Swap(before, [block.block_id for block in fresh])
+            if self._planned[request_id].plan.has_context:
+                # What is compressed takes its place, and would have to give way to it else.
+                self._reuse_first(given_back)
+        new_blocks: list[KVCacheBlock] = super().allocate_new_blocks(
+            request_id, num_tokens, num_tokens_main_model
+        )
+        return new_blocks
+
+    def take_swaps(self) -> dict[str, Swap]:
+        """Blocks of the cuts that the scheduled step makes, in the order in which they are made."""
+        swaps, self._swaps = self._swaps, {}
+        return swaps
+
+    def _due_cut(self, request_id: str, num_tokens: int) -> Cut | None:
+        """The cut that is made before a request comes to some tokens, if it is not made already."""
+        planned, table = self._planned.get(request_id), self.req_to_blocks.get(request_id)
+        if planned is None or not table:
+            return None
+        cut = planned.plan.cuts.last_made(num_tokens - 1)
+        return None if cut is None or table[cut.num_freed - 1].is_null else cut
 
     def num_usable(self, request: Request, num_found: int) -> int:
         """How many of the tokens that the prefix cache has are of use: no half of a segment.
@@ -352,31 +396,6 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         segments = self.plan_of(request).segments
         return segments.last_border(num_found) if segments else num_found
 
-    def remove_skipped_blocks(
-        self,
-        request_id: str,
-        processed_computed_tokens: int,
-        num_prompt_tokens: int | None = None,
-    ) -> None:
-        """Frees the blocks before the packed ones, once the tokens up to a cut are processed.
-
-        Their hashes stay, so they serve other requests from the prefix cache until they are reused.
-        Those of a context are the first to be: what is compressed takes its place, and would have
-        to give way to them else.
-        """
-        planned = self._planned.get(request_id)
-        if planned is None:
-            return
-        num_freed = planned.plan.cuts.num_freed(processed_computed_tokens)
-        blocks = self.req_to_blocks.get(request_id, ())
-        # In all steps after the first one there is nothing left to free.
-        if not num_freed or not blocks or blocks[num_freed - 1].is_null:
-            return
-        freed = [block for block in blocks[:num_freed] if not block.is_null]
-        self._remove_blocks_in_range(request_id, 0, num_freed)
-        if planned.plan.has_context:
-            self._reuse_first(freed)
-
     def _reuse_first(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Puts blocks that nobody holds in front of all that are free, the last one first."""
         queue = self.block_pool.free_block_queue
@@ -385,24 +404,13 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
             queue.remove(block)
         queue.prepend_n(free)
 
-    def _num_hashable(self, request_cuts: Cuts) -> int:
-        """None from the first private block on.
-
-        Those will be overwritten, or hold tokens generated from a context with dropped entries.
-        """
-        return request_cuts.first_private * self.block_size
-
 
 class BystanderManager(PlannedManager):
     """What managers of layers share that drop nothing, beside those that do.
 
     They are vLLM's own. But what these layers compute of generated tokens depends on what the
-    others dropped. Without its own hashes it could be found by a request that dropped nothing.
+    others dropped.
     """
-
-    def _num_hashable(self, request_cuts: Cuts) -> int:
-        """Those that are computed before anything is dropped."""
-        return request_cuts.first_position
 
 
 class WindowManager(BystanderManager, SlidingWindowManager):

@@ -23,7 +23,9 @@ from vllm_kvselect.engine.scheduler.integrity import (
     block_owners,
     find_violations,
     free_blocks,
+    names_of,
     plan_violations,
+    written_violations,
 )
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
@@ -44,8 +46,11 @@ class CheckedScheduler(CutScheduler):
         """vLLM's schedule, between two checks."""
         # The first sees what finished and aborted requests left: allocation might cover it up.
         self._check()
+        names = names_of(headwise_manager(self.kv_cache_manager))
         output = super().schedule(*args, **kwargs)
         self._check()
+        manager = headwise_manager(self.kv_cache_manager)
+        self._condemn(written_violations(manager, self.requests, output, names))
         return output
 
     def update_from_output(

@@ -52,9 +52,10 @@ class Held(NamedTuple):
 class ContextNames:
     """Names of the blocks of compressed contexts, and what is found under them.
 
-    The blocks from the first packed one up to the cut are found together or not at all, and all of
-    them were packed for one request: what another one packed may differ by rounding. Those after
-    the cut were computed from what is retained, and are found one after the other.
+    Packed blocks have names of ours, and were all packed for one request: what another one packed
+    may differ by rounding. So have those behind them, unless they were computed before anything was
+    dropped: these are as in any request, and have vLLM's own names. All up to the cut are found
+    together or not at all. Those after the cut are found one after the other.
 
     Args:
         pool: vLLM's block pool.
@@ -66,10 +67,11 @@ class ContextNames:
         self._pool, self._group_id, self._block_size = pool, group_id, block_size
         # By request that shares: how many blocks of its table have their name, or never will.
         self._num_named: dict[str, int] = {}
-        # By request: names of its packed blocks, since it may ask in every step that it waits.
+        # By request: names of its blocks up to the cut: it may ask in every step that it waits.
         self._names_of: dict[str, list[BlockHash]] = {}
-        # Names of the packed blocks of contexts that may still be there, by the first of them.
-        self._given: dict[BlockHash, list[BlockHash]] = {}
+        # Contexts that may still be there, by their first names: how many blocks they take, and the
+        # names of the last packed one and of the last one.
+        self._given: dict[BlockHash, tuple[int, BlockHash, BlockHash]] = {}
 
     def find(self, request: Request, plan: Plan) -> list[KVCacheBlock]:
         """Finds a compressed context, and what follows it. What the request adds will be named.
@@ -88,7 +90,7 @@ class ContextNames:
         border = cut.position // self._block_size
         if num_known < border:
             return []
-        found = [self._cached(name) for name in self._packed_names(request, plan)]
+        found = [self._cached(name) for name in self._names(request, plan)]
         blocks = [block for block in found if block is not None]
         if not blocks or len(blocks) < len(found):
             return []
@@ -100,20 +102,14 @@ class ContextNames:
         return [self._pool.null_block] * cut.num_freed + blocks
 
     def is_there(self, request: Request, plan: Plan) -> bool:
-        """Whether the packed blocks of a request's context can be found."""
-        return all(map(self._cached, self._packed_names(request, plan)))
+        """Whether a request's context can be found."""
+        return all(map(self._cached, self._names(request, plan)))
 
     def first_name(self, request: Request, plan: Plan) -> BlockHash:
         """The name of a context's first packed block, which stands for the context."""
-        return self._packed_names(request, plan)[0]
+        return self._names(request, plan)[0]
 
-    def give(
-        self,
-        request: Request,
-        plan: Plan,
-        blocks: Sequence[KVCacheBlock],
-        is_scheduled: bool,
-    ) -> bool:
+    def give(self, request: Request, plan: Plan, blocks: Sequence[KVCacheBlock]) -> bool:
         """Names those of a request's blocks that are computed and never written again.
 
         Computed is what earlier steps have: they are executed in order, so a step that is scheduled
@@ -123,8 +119,8 @@ class ContextNames:
         Args:
             request: The request.
             plan: Its plan.
-            blocks: Its block table.
-            is_scheduled: Whether a step of the request is scheduled; without one nothing is packed.
+            blocks: Its block table. Until the step that packs the context is scheduled, it has the
+                blocks of the prompt.
 
         Returns:
             Whether its packed blocks have got their names now.
@@ -133,12 +129,12 @@ class ContextNames:
         if start is None or request.num_computed_tokens < cut.position:
             return False
         is_new = start == 0
-        if is_new and not is_scheduled:
+        if is_new and not blocks[cut.num_freed - 1].is_null:
             return False
         num_full = request.num_computed_tokens // self._block_size
         stop = min(num_full, len(blocks), len(request.block_hashes))
         if start == 0:
-            start = self._give_packed(request, plan, blocks)
+            start = self._give_whole(request, plan, blocks)
         for index in range(start, stop):
             name = self._name(request, plan, index)
             if blocks[index].block_hash is None and self._cached(name) is None:
@@ -177,7 +173,7 @@ class ContextNames:
         if request.num_computed_tokens < end or index >= len(request.block_hashes):
             return False
         if index < border:
-            name = self._packed_names(request, plan)[index - cut.num_freed]
+            name = self._names(request, plan)[index - cut.num_freed]
         else:
             name = self._name(request, plan, index)
         return block.block_hash == make_block_hash_with_group_id(name, self._group_id)
@@ -185,34 +181,35 @@ class ContextNames:
     def held(self) -> Held:
         """Contexts that can be found now.
 
-        The pool takes the last blocks of what was given back first, so the last one stands for all.
+        The pool takes the last blocks of what was given back first: the last packed one and the
+        last of all, which others may hold, stand for all.
         """
-        gone = [first for first, names in self._given.items() if self._cached(names[-1]) is None]
+        gone = [
+            first for first, (_, *last) in self._given.items() if not all(map(self._cached, last))
+        ]
         for first in gone:
             del self._given[first]
-        return Held(len(self._given), sum(map(len, self._given.values())))
+        return Held(len(self._given), sum(num_blocks for num_blocks, *_ in self._given.values()))
 
     def take_back(self, request: Request, plan: Plan) -> None:
         """Takes the names from packed blocks whose step will not be computed."""
         self._given.pop(self.first_name(request, plan), None)
-        named = map(self._cached, self._packed_names(request, plan))
-        self._pool.evict_blocks({block.block_id for block in named if block is not None})
+        self._forget_own(request, plan)
 
     def forget(self, request_id: str) -> None:
         """Forgets a request: what it has named stays, and it names no more."""
         self._num_named.pop(request_id, None)
         self._names_of.pop(request_id, None)
 
-    def _give_packed(self, request: Request, plan: Plan, blocks: Sequence[KVCacheBlock]) -> int:
-        """Names the packed blocks, unless there are others.
+    def _give_whole(self, request: Request, plan: Plan, blocks: Sequence[KVCacheBlock]) -> int:
+        """Names the blocks up to the cut, unless there are others.
 
         Returns:
             Index of the next block to name.
         """
         cut = plan.context_cut
         border = cut.position // self._block_size
-        names = self._packed_names(request, plan)
-        found = [self._cached(name) for name in names]
+        found = [self._cached(name) for name in self._names(request, plan)]
         if all(found):
             # Another request may have been faster: then all that this one computes stays private.
             return border if found[0] is blocks[cut.num_freed] else sys.maxsize
@@ -221,23 +218,31 @@ class ContextNames:
 
     def _name_shared(self, request: Request, plan: Plan, blocks: Sequence[KVCacheBlock]) -> None:
         """Names the blocks that are found together."""
-        names, first = self._packed_names(request, plan), plan.context_cut.num_freed
-        # Half of a context is of no use, and must not be mixed with another's half.
-        found = map(self._cached, names)
-        self._pool.evict_blocks({block.block_id for block in found if block is not None})
+        names, cut = self._names(request, plan), plan.context_cut
+        first, num_packed = cut.num_freed, cut.first_of_tail - cut.num_freed
+        self._forget_own(request, plan)
         for index, (name, block) in enumerate(zip(names, blocks, strict=True), first):
-            self._insert(name, block, index)
-        self._given[names[0]] = names
+            if block.block_hash is None:
+                self._insert(name, block, index)
+        self._given[names[0]] = len(names), names[num_packed - 1], names[-1]
 
-    def _packed_names(self, request: Request, plan: Plan) -> list[BlockHash]:
+    def _forget_own(self, request: Request, plan: Plan) -> None:
+        """Takes away the names of ours up to the cut: halves of two contexts must not be mixed."""
+        vllms = {*request.block_hashes}
+        found = [self._cached(name) for name in self._names(request, plan) if name not in vllms]
+        self._pool.evict_blocks({block.block_id for block in found if block is not None})
+
+    def _names(self, request: Request, plan: Plan) -> list[BlockHash]:
         """Names of the blocks from the first packed one up to the cut."""
         names = self._names_of.get(request.request_id)
         if names is None:
-            cut = plan.context_cut
+            cut, num_whole = plan.context_cut, plan.cuts.first_position // self._block_size
             border = cut.position // self._block_size
             whole = self._name(request, plan, border - 1)
             names = self._names_of[request.request_id] = [
-                BlockHash(hashlib.sha256(whole + index.to_bytes(8)).digest())
+                request.block_hashes[index]
+                if cut.first_of_tail <= index < num_whole
+                else BlockHash(hashlib.sha256(whole + index.to_bytes(8)).digest())
                 for index in range(cut.num_freed, border)
             ]
         return names

@@ -30,7 +30,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_kvselect.engine.notice import StepNotice
-from vllm_kvselect.engine.platforms import margins, tokens_in_graph
+from vllm_kvselect.engine.platforms import tokens_ahead, tokens_in_graph
 from vllm_kvselect.engine.report import ContextReport, StepReport
 from vllm_kvselect.engine.scheduler.block_manager import (
     BystanderManager,
@@ -53,7 +53,7 @@ class CutScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         manager = headwise_manager(self.kv_cache_manager)
-        manager.margins = margins(self.vllm_config)
+        manager.num_ahead = tokens_ahead(self.vllm_config)
         managers = self.kv_cache_manager.coordinator.single_type_managers
         for bystander in managers:
             if isinstance(bystander, BystanderManager):
@@ -101,7 +101,7 @@ class CutScheduler(Scheduler):
             in_graph = self._tokens_in_graph if cut.position <= plan.num_prompt_tokens else 0
             end = chunk_end(num_computed_tokens, end, cut, plan.settings.window, in_graph)
         if self._keeps_states:
-            border = manager.resumes_at(request) or 0
+            border = manager.most_found(request)
             end = border if num_computed_tokens < border < end else end
         if plan.segments:
             end = plan.segments.last_border(end)
@@ -127,12 +127,17 @@ class CutScheduler(Scheduler):
         return not manager.must_wait_for_store(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """vLLM's schedule; workers are told who begins with a compressed context, or leaves one."""
+        """vLLM's schedule; workers are told of cuts, and who begins with a context, or leaves one.
+
+        Blocks of a request that was preempted in this very schedule may be swapped for nothing.
+        """
         scheduled = super().schedule(*args, **kwargs)
         manager = headwise_manager(self.kv_cache_manager)
         cached = scheduled.scheduled_cached_reqs
         begun = [new.req_id for new in scheduled.scheduled_new_reqs] + [*cached.resumed_req_ids]
         notice = StepNotice() if manager.loads is None else manager.loads.take_notice()
+        swaps, runs = manager.take_swaps(), scheduled.num_scheduled_tokens
+        notice.swaps = {name: swap for name, swap in swaps.items() if name in runs}
         notice.found = {name: manager.found[name] for name in begun if name in manager.found}
         if manager.loads is not None:
             notice.stores = self._stores(manager, begun)

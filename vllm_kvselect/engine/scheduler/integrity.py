@@ -5,7 +5,7 @@ a live server, the state machine of `tests/engine/machine.py` after each of its 
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -13,9 +13,11 @@ from typing import NamedTuple
 import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from vllm_kvselect.engine.notice import StepNotice
 from vllm_kvselect.engine.scheduler.block_manager import (
     HeadwiseManager,
     PlannedManager,
@@ -23,7 +25,7 @@ from vllm_kvselect.engine.scheduler.block_manager import (
 )
 from vllm_kvselect.paging.compaction import run_pages
 from vllm_kvselect.paging.page_table import headwise_page_table
-from vllm_kvselect.planning.cuts import Cuts, Role
+from vllm_kvselect.planning.cuts import Cut, Cuts
 
 INVARIANTS = {
     "pool": "every block is either free, held or the null block, and the pool counts its free ones",
@@ -33,15 +35,15 @@ INVARIANTS = {
     "in both",
     "hashes": "a hashed block is found by its hash, and no other block is",
     "covered": "a block table covers the tokens computed so far",
-    "freed": "only the blocks before the packed ones are freed, all of them, and after the cut",
+    "freed": "only the blocks before the packed ones are freed, all of them, when a cut is made",
     "bounded": "a request holds no more blocks than its plan says that it ever does",
-    "private": "packed blocks and those after them belong to one request and are not hashed, or "
-    "have the name of a compressed context and are complete",
+    "named": "packed blocks and those computed after a cut have no name, or that of a compressed "
+    "context and are complete",
     "loads": "blocks that wait for a stored context have no name under which it is found",
     "beside": "blocks of layers that drop nothing are not hashed from the first cut on",
     "plan": "scheduler and workers make the same plan of a request",
-    "pages": "each page that a worker reads lies in a private block of the request that reads it, "
-    "or in one of its context",
+    "written": "a request writes and packs nothing into a block of its own that has a name",
+    "pages": "each page that a worker reads lies in a block of the request that reads it",
 }
 """What holds after every scheduling step, by the name under which a violation is reported."""
 
@@ -80,22 +82,9 @@ class _Table:
     cuts: Cuts
 
     @property
-    def num_processed(self) -> int:
-        """Tokens that are computed for certain, those of steps in flight aside."""
-        return self.request.num_computed_tokens - self.request.num_in_flight_tokens
-
-    @property
-    def freed_by_cuts(self) -> list[list[int]]:
-        """Indices of the blocks that are freed after each cut that is made.
-
-        Those of the last one may still be held: they are freed when the request is scheduled again.
-        """
-        indices = range(len(self.blocks))
-        return [
-            [index for index in indices if cut.role(index) is Role.FREED]
-            for cut in self.cuts
-            if cut.position <= self.num_processed
-        ]
+    def made(self) -> Cut | None:
+        """The last cut that is made: in the step that computes the first token after it."""
+        return self.cuts.last_made(self.request.num_computed_tokens - 1)
 
 
 def find_violations(kv: KVCacheManager, requests: Mapping[str, Request]) -> list[Violation]:
@@ -134,6 +123,55 @@ def find_violations(kv: KVCacheManager, requests: Mapping[str, Request]) -> list
             if bystander is not manager:
                 found += _bystander_violations(table, bystander)
     found += _page_violations(tables, manager, len(kv.block_pool.blocks))
+    return found
+
+
+Names = Mapping[str, Sequence[tuple[int, BlockHashWithGroupId | None]]]
+"""Blocks of each request and their names, in the order of its table."""
+
+
+def names_of(manager: HeadwiseManager) -> Names:
+    """What requests hold before a step is scheduled, for `written_violations`."""
+    return {
+        request_id: [(block.block_id, block.block_hash) for block in blocks]
+        for request_id, blocks in manager.req_to_blocks.items()
+    }
+
+
+def written_violations(
+    manager: HeadwiseManager,
+    requests: Mapping[str, Request],
+    scheduled: SchedulerOutput,
+    before: Names,
+) -> list[Violation]:
+    """Checks what a step is about to write, of the layers that drop entries.
+
+    Args:
+        manager: Their manager.
+        requests: The scheduler's unfinished requests by their ids.
+        scheduled: The step.
+        before: What `names_of` gave before it was scheduled.
+
+    Returns:
+        The violations, none if all is well.
+    """
+    found, now, swaps = [], names_of(manager), StepNotice.of(scheduled).swaps
+    for request_id, num_new in scheduled.num_scheduled_tokens.items():
+        end, size = requests[request_id].num_computed_tokens, manager.block_size
+        first, fresh = (
+            (end - num_new) // size,
+            swaps[request_id].fresh if request_id in swaps else (),
+        )
+        had = before.get(request_id, ())
+        wrong = tuple(
+            block_id
+            for index, (block_id, name) in enumerate(now[request_id][: -(-end // size)])
+            if (index >= first or block_id in fresh)
+            and name is not None
+            and (block_id, name) in had[index : index + 1]
+        )
+        if wrong:
+            found.append(Violation("written", "has a name", wrong, (request_id,)))
     return found
 
 
@@ -264,31 +302,34 @@ def _table_violations(table: _Table, manager: HeadwiseManager) -> Iterator[Viola
     if len(blocks) * manager.block_size < request.num_computed_tokens:
         tokens = f"{len(blocks)} blocks for {request.num_computed_tokens} tokens"
         yield Violation("covered", tokens, (), request_ids)
+    cut = table.made
     null = [index for index, block in enumerate(blocks) if block.is_null]
-    if null and null not in table.freed_by_cuts:
+    if null != [*range(cut.num_freed if cut else 0)]:
         detail = (
-            f"freed blocks {null}, made cuts free {table.freed_by_cuts}: {table.num_processed} "
-            f"tokens processed, cuts at {[cut.position for cut in table.cuts]}"
+            f"freed blocks {null} at {request.num_computed_tokens} tokens, cuts at "
+            f"{[cut.position for cut in table.cuts]}"
         )
         yield Violation("freed", detail, (), request_ids)
     # With one cut all is held until then; of a context that was found, less than ever.
     if len(table.cuts) > 1 and request.request_id not in manager.found:
         held = tuple(block.block_id for block in blocks if not block.is_null)
         num_tokens = len(blocks) * manager.block_size
-        most = table.cuts.most_held(num_tokens, manager.block_size, *manager.margins)
+        most = table.cuts.most_held(num_tokens, manager.block_size, manager.num_ahead)
         if len(held) > most:
             detail = f"holds {len(held)} blocks, at most {most} by plan"
             yield Violation("bounded", detail, held, request_ids)
+    if cut is None:
+        return
+    computed_later = table.cuts.first_position // manager.block_size
     exposed = [
         block.block_id
         for index, block in enumerate(blocks)
-        if (block.ref_cnt > 1 or block.block_hash is not None)
-        and not block.is_null
-        and table.cuts.is_private(index)
-        and not manager.may_be_shared(request, index, block)
+        if block.block_hash is not None
+        and (index < cut.first_of_tail or index >= computed_later)
+        and not manager.has_name_of_context(request, index, block)
     ]
     if exposed:
-        yield Violation("private", "shared or hashed", tuple(exposed), request_ids)
+        yield Violation("named", "named", tuple(exposed), request_ids)
 
 
 def _bystander_violations(table: _Table, manager: PlannedManager) -> Iterator[Violation]:
@@ -322,7 +363,7 @@ def _page_violations(
     read = [
         (table, cut)
         for table in tables
-        if (cut := table.cuts.last_made(table.request.num_computed_tokens)) is not None
+        if (cut := table.made) is not None
         and len(table.blocks) * block_size >= table.request.num_computed_tokens
     ]
     if not read:
@@ -330,17 +371,17 @@ def _page_violations(
     seq_lens = torch.tensor([table.request.num_computed_tokens for table, _ in read])
     width = max(len(table.blocks) for table, _ in read) * len(parts)
     block_table = torch.zeros(len(read), width, dtype=torch.int64)
-    private_to = torch.full((num_pages,), -1)  # which row a kernel block is private to
-    of_context = torch.zeros(num_pages, dtype=torch.bool)  # whether rows may share it
+    held_by = torch.full((num_pages,), -1)  # which row a kernel block is of
+    is_named = torch.zeros(num_pages, dtype=torch.bool)  # whether rows may share it
     for row, (table, cut) in enumerate(read):
         ids = torch.tensor([block.block_id for block in table.blocks])
         ids = (ids[:, None] * len(parts) + parts).flatten()
         block_table[row, : len(ids)] = ids
-        private_to[ids[cut.first_packed :]] = row
+        held_by[ids[cut.first_packed :]] = row
         is_hashed = [b.block_hash is not None for b in table.blocks]
         hashed = torch.tensor(is_hashed).repeat_interleave(len(parts))
-        of_context[ids[cut.first_packed :][hashed[cut.first_packed :]]] = True
-    private_to[: len(parts)] = -1  # the null block
+        is_named[ids[cut.first_packed :][hashed[cut.first_packed :]]] = True
+    held_by[: len(parts)] = -1  # the null block
     num_packed = torch.tensor([cut.num_packed for _, cut in read])
     offsets = num_packed[:, None] * torch.arange(num_kv_heads + 1)
     pages, lengths = headwise_page_table(
@@ -351,19 +392,20 @@ def _page_violations(
         offsets[None],
         page_size,
         num_pages,
+        per_block=len(parts),
     )
     pages, lengths = (part.view(len(read), num_kv_heads, -1).long() for part in (pages, lengths))
     is_read = torch.arange(pages.shape[-1]) < -(-lengths // page_size)
     rows = torch.arange(len(read))[:, None, None]
     ids = pages // num_kv_heads
-    is_foreign = is_read & (private_to[ids] != rows) & ~of_context[ids]
+    is_foreign = is_read & (held_by[ids] != rows) & ~is_named[ids]
     for row, (table, cut) in enumerate(read):
         request_ids = (table.request.request_id,)
         if is_foreign[row].any():
             foreign = pages[row][is_foreign[row]] // num_kv_heads // len(parts)
             blocks = tuple(foreign.unique().tolist())
-            yield Violation("pages", "read, but not private to it", blocks, request_ids)
-        packed = block_table[row, cut.first_packed : cut.tail_start]
+            yield Violation("pages", "read, but not of it", blocks, request_ids)
+        packed = block_table[row, cut.first_packed : cut.first_packed + cut.num_packed]
         run = run_pages(packed, num_kv_heads)
         if not torch.equal(pages[row, :, : cut.num_packed].flatten(), run):
             detail = "packed in another order than read"

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine.platforms import margins
+from vllm_kvselect.engine.platforms import tokens_ahead
 from vllm_kvselect.engine.scheduler.block_manager import (
     HeadwiseManager,
     StateManager,
@@ -54,7 +54,7 @@ class HeadwiseSpec(FullAttentionSpec):
             vllm_config.model_config.max_model_len,
             self.block_size,
             self.eviction,
-            *margins(vllm_config),
+            tokens_ahead(vllm_config),
         )
         return min(whole, most * self.page_size_bytes)
 

@@ -43,7 +43,11 @@ class HeadwiseBuilder(ABC):
     _splitter: Splitter | None = None
 
     def start(
-        self, requests_of: RequestsOf, kernels: Kernels, of_drafter: Collection[str] = ()
+        self,
+        requests_of: RequestsOf,
+        kernels: Kernels,
+        of_drafter: Collection[str] = (),
+        per_block: int = 1,
     ) -> RetentionState:
         """Connects the layers of the group to their state; called once the cache is allocated.
 
@@ -51,6 +55,7 @@ class HeadwiseBuilder(ABC):
             requests_of: Gives the requests of a batch.
             kernels: What computes the parts of a choice.
             of_drafter: Names of a drafter's layers, the last ones of the group.
+            per_block: Kernel blocks of a block.
 
         Returns:
             The state of the group's layers.
@@ -62,7 +67,7 @@ class HeadwiseBuilder(ABC):
         places = {name: i for i, name in enumerate(n for n in targets if targets[n] is None)}
         layers = [by_name[name] for name in places]
         sizes = len(layers[0].kv_cache), len(layers), spec.num_kv_heads
-        state = RetentionState(*sizes, self.device, len(of_drafter))
+        state = RetentionState(*sizes, self.device, len(of_drafter), per_block)
         assert {*[*places][state.num_choosing :]} == {*of_drafter}
         refuse_scattered_layers([layer.kv_cache for layer in layers])
         self.layers, self.state = layers, state

@@ -69,7 +69,8 @@ class StoredContexts:
             if not self._transfers.may_save():
                 continue
             end = cut.position // self._block_size
-            block_ids = request.progress.block_ids[cut.first_packed : end]
+            given_back, fresh = request.progress.swap
+            block_ids = fresh + given_back[cut.first_of_tail * cut.per_block : end]
             places = self._places(block_ids)
             pages = self._bytes.index_select(0, places).cpu().view(self._memory.dtype)
             pages = pages.view(self._state.num_layers, len(block_ids), *self._memory.shape[1:])

@@ -32,6 +32,7 @@ from vllm_kvselect.engine.models import (
     refuse_mixed_groups,
     refuse_other_options,
 )
+from vllm_kvselect.engine.notice import StepNotice
 from vllm_kvselect.engine.platforms import fixed_page_size, page_size_of
 from vllm_kvselect.engine.refusal import notes_refusals
 from vllm_kvselect.engine.report import StepReport
@@ -140,14 +141,16 @@ class EvictionWorker(ABC):
         for index, group in enumerate(kv_cache_config.kv_cache_groups):
             spec = group.kv_cache_spec
             if isinstance(spec, HeadwiseSpec):
-                sizes = spec.block_size, spec.page_size
-                self._requests = LiveRequests(self._eviction, *sizes, index)
+                self._group_id = index
+                self._requests = LiveRequests(self._eviction, spec.block_size, spec.page_size)
         self._started = self._builders
         if self._of_drafter:
             names = [builder.layer_names for builder in self._started]
             refuse_drafter_apart(names, self._of_drafter)
         self._states = [
-            builder.start(self._requests_of, self._kernels, self._of_drafter)
+            builder.start(
+                self._requests_of, self._kernels, self._of_drafter, self._requests.per_block
+            )
             for builder in self._started
         ]
         if self._of_drafter:
@@ -246,13 +249,37 @@ class EvictionWorker(ABC):
     def _begin_step(self, scheduled: SchedulerOutput) -> None:
         """Takes note of what the scheduler says of a step, and makes the cuts that are due."""
         self._found += self._requests.update(scheduled)
+        self._swap_blocks(StepNotice.of(scheduled))
         with torch.inference_mode():
             for builder in self._started:
                 builder.take_queries()
-                builder.due.make(self._requests)
+                builder.due.make(self._requests.due)
             # Last: until here cuts read blocks that were given back.
             if self._contexts is not None:
                 self._contexts.load(scheduled)
+
+    def _swap_blocks(self, notice: StepNotice) -> None:
+        """Lets vLLM's runner know of the blocks that cuts pack into: it is told of new ones alone.
+
+        A request that is not in the batch comes back with what is remembered of it.
+        """
+        if not notice.swaps:
+            return
+        runner, group = self.model_runner, self._group_id
+        if (event := getattr(runner, "prepare_inputs_event", None)) is not None:
+            event.synchronize()  # the last step's tables may still be on their way to the device
+        for request_id, swap in notice.swaps.items():
+            cut = self._requests[request_id].next_cut
+            assert cut is not None
+            places = slice(cut.num_freed, cut.first_of_tail)
+            if self.use_v2_model_runner:
+                row = runner.req_states.req_id_to_index[request_id]
+                table = runner.block_tables.block_tables[group]
+                table.stage_write(row, places.start, swap.fresh)
+                continue
+            runner.requests[request_id].block_ids[group][places] = swap.fresh
+            if (row := runner.input_batch.req_id_to_index.get(request_id)) is not None:
+                runner.input_batch.block_table[group].block_table.np[row, places] = swap.fresh
 
     def _report(self) -> StepReport | None:
         """What the step packed, or None if nothing changed.
@@ -271,7 +298,7 @@ class EvictionWorker(ABC):
         prompts, in_prompts, rounds = [], [], []
         for request, cut, num_freed, num_dropped in made:
             if request.completes_prompt(cut):
-                of_all = cut.num_freed, cut.first_packed
+                of_all = cut.num_freed, cut.num_dropped
                 prompts.append([request.plan.num_prompt_tokens, *of_all])
             elif cut.position <= request.plan.num_prompt_tokens:
                 in_prompts.append(num_freed)

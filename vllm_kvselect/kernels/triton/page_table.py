@@ -26,6 +26,7 @@ def headwise_page_table(
     first_layer: int = 0,
     out: PageTable | None = None,
     order: torch.Tensor | None = None,
+    per_block: int = 1,
 ) -> PageTable:
     """Twin of `page_table.headwise_page_table` for given buffers, whose width is known."""
     if out is None:
@@ -38,6 +39,7 @@ def headwise_page_table(
             block_size,
             num_blocks,
             first_layer,
+            per_block=per_block,
         )
     block_table, offsets, pages = rows(block_table), rows(offsets), out.pages
     num_layers, num_reqs, num_offsets = offsets.shape
@@ -51,6 +53,7 @@ def headwise_page_table(
         offsets,
         *offsets.stride()[:2],
         block_size,
+        per_block,
         num_blocks * num_kv_heads,
         first_layer,
         pages,
@@ -87,6 +90,7 @@ def _pages_kernel(
     offsets_layer_stride,
     offsets_req_stride,
     block_size,
+    per_block,
     layer_pages,
     first_layer,
     pages_ptr,
@@ -111,7 +115,8 @@ def _pages_kernel(
     first_packed = tl.load(first_packed_ptr + req).to(tl.int32)
     tail_start = tl.load(tail_start_ptr + req).to(tl.int32)
     tail_len = tl.load(seq_lens_ptr + req).to(tl.int32) - tail_start * block_size
-    num_packed = tl.maximum(tail_start - first_packed, 1)
+    packed_end = tail_start - tail_start % per_block
+    num_packed = tl.maximum(packed_end - first_packed, 1)
     length = num_run_pages * block_size + tail_len
     tl.store(lengths_ptr + layer * lengths_layer_stride + row, length)
     num_pages = tl.cdiv(length, block_size)
