@@ -31,7 +31,7 @@ METHODS = (
     "ada-probe",
 )
 CASES = [MethodCase(name) for name in METHODS]
-PROMPTS = random_prompts([300 + 7 * index for index in range(len(CASES))])
+PROMPTS = random_prompts([380 + 7 * index for index in range(len(CASES))])
 
 
 @contextmanager

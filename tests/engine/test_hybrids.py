@@ -18,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tests.engine.adapters import RANK, random_adapter
 from tests.engine.all_methods import EVICTION, check_method, engines_of, serve_all_methods
 from tests.engine.conftest import Answer, Engine, EngineFactory
-from tests.engine.float64 import num_packed, tail_begin
+from tests.engine.float64 import WINDOW, num_packed, tail_begin
 from tests.engine.hybrid_model import HybridModel
 from tests.engine.random_hybrids import (
     falcon_h1,
@@ -196,16 +196,17 @@ def test_nothing_dropped_is_stock_and_freed_blocks_are_those_of_whole_pages(
         assert headwise(engine).sizes == (hybrid.family.block_size, PAGE_SIZE)
         assert engine.blocks_in_use() == 0
         counted = {metric.name: metric for metric in engine.llm.get_metrics()}
-    first_packed = tail_begin(500) // PAGE_SIZE - num_packed(500)
-    num_freed = first_packed * PAGE_SIZE // hybrid.family.block_size
+    # What is packed ends with a whole block, and the tail begins with a page.
+    block_size, tail = hybrid.family.block_size, tail_begin(500)
+    num_freed = (tail // block_size * block_size - num_packed(500) * PAGE_SIZE) // block_size
     assert max(held) == [num_freed]
-    assert first_packed == 10
-    num_dropped = first_packed * PAGE_SIZE
+    num_dropped = tail - num_packed(500) * PAGE_SIZE
+    assert num_dropped == 320
     num_heads = SHAPE["num_key_value_heads"] * len(hybrid.family.full_attention)
     for name, number in {
         "dropped_entries": num_dropped * num_heads,
         "freed_blocks": num_freed,
-        "freed_bytes": num_freed * hybrid.family.block_size * hybrid.family.token_bytes,
+        "freed_bytes": num_freed * block_size * hybrid.family.token_bytes,
     }.items():
         assert counted[f"vllm:kv_eviction_{name}"].value == number
     assert counted["vllm:kv_eviction_retained_ratio"].sum == pytest.approx(1 - num_dropped / 500)
@@ -299,13 +300,14 @@ def test_the_same_request_again_finds_entries_and_states_at_once(hybrid: Hybrid)
         hits = engine.record_hits()
         first = engine.generate_alone(prompts, 40)
         hybrid.family.assert_same(engine.generate_alone(prompts, 40), first)
-        # One that drops nothing hashes all of its blocks, and finds no more than others computed
-        # before they dropped.
+        # One that drops nothing finds what others computed before they dropped.
         engine.generate(prompts, 1, [NOTHING_DROPPED] * 2)
         hybrid.family.assert_same(engine.generate(prompts, 40), first)
-    packed = [tail_begin(len(p)) - num_packed(len(p)) * PAGE_SIZE for p in prompts]
-    found = [length - length % hybrid.family.aligned_hits for length in packed]
-    assert hits == [0, 0, *found, *found, *found]
+    size, aligned = hybrid.family.block_size, hybrid.family.aligned_hits
+    most = [min(len(p) // size - 1, (len(p) - WINDOW) // size) * size for p in prompts]
+    found = [length - length % aligned for length in most]
+    stock = [(len(prompt) - 1) // aligned * aligned for prompt in prompts]
+    assert hits == [0, 0, *found, *stock, *found]
 
 
 @caching

@@ -17,7 +17,7 @@ from tests.engine.all_methods import (
     serve_all_methods,
 )
 from tests.engine.conftest import BLOCK_SIZE, Answer, Engine, EngineFactory
-from tests.engine.float64 import num_packed, tail_begin
+from tests.engine.float64 import WINDOW, num_packed, tail_begin
 from tests.engine.random_models import random_gemma3, random_prompts
 from vllm_kvselect.engine.scheduler.block_manager import WindowManager
 
@@ -90,17 +90,18 @@ def test_blocks_of_full_attention_are_freed_and_those_of_windows_are_as_in_stock
     assert num_freed == 10
 
 
-def test_the_same_request_again_hits_below_its_packed_blocks(start: EngineFactory) -> None:
+def test_the_same_request_again_hits_before_its_cut(start: EngineFactory) -> None:
     prompts = random_prompts([500, 420])
     with start(EVICTION, 60) as engine:
         hits = engine.record_hits()
         first = engine.generate_alone(prompts, 40)
-        # A request that drops nothing hashes all of its blocks: the next hit has to be cut.
+        # One that drops nothing finds what was computed before the cut.
         engine.generate(prompts, 1, [NOTHING_DROPPED] * 2)
         assert engine.generate(prompts, 40) == first
         assert engine.generate_alone(prompts, 40) == first
-    packed = [(tail_begin(len(p)) // BLOCK_SIZE - num_packed(len(p))) * BLOCK_SIZE for p in prompts]
-    assert hits == [0, 0, *packed, *packed, *packed]
+    most = [min(len(p) // BLOCK_SIZE - 1, (len(p) - WINDOW) // BLOCK_SIZE) for p in prompts]
+    stock = [(len(prompt) - 1) // BLOCK_SIZE for prompt in prompts]
+    assert [hit // BLOCK_SIZE for hit in hits] == [0, 0, *stock, *most, *most]
 
 
 def test_tokens_generated_after_dropping_are_found_by_nobody(start: EngineFactory) -> None:
