@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from tests.engine.float64 import Expected, Layer, expect, tail_begin
+from tests.engine.float64 import BLOCK_SIZE, Expected, Layer, expect, tail_begin
 from tests.method_cases import MethodCase
 from tests.probe_files import probe_of
 from vllm_kvselect.registry import METHODS
@@ -246,10 +246,14 @@ class Answer:
         """
         assert retained.keys() == self.expected.keys()
         found = []
+        # Where heads share pages, a rounding may give one to another head.
+        counts = [expected.count for expected in self.expected.values()]
+        assert sum(map(len, retained.values())) == sum(counts)
         for owner, expected in self.expected.items():
-            assert len(retained[owner]) == expected.count
-            best = expected.keys.topk(expected.count).indices.tolist()
-            found.append(len(retained[owner].intersection(best)) / expected.count)
+            count = len(retained[owner])
+            assert abs(count - expected.count) <= BLOCK_SIZE
+            best = expected.keys.topk(count).indices.tolist()
+            found.append(len(retained[owner].intersection(best)) / count)
         assert sum(found) / len(found) > 0.9
         whole = {owner: {*range(tail_begin(len(self._prompt)))} for owner in retained}
         apart, of_all = (
