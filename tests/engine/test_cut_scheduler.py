@@ -23,8 +23,8 @@ class RecordingServer(Server):
         super().__init__(Settings(eviction=eviction, **settings), scheduler_class=scheduler_class)
         self.chunks: list[tuple[int, int]] = []
 
-    def check(self, output: Any) -> None:
-        super().check(output)
+    def check(self, output: Any, names: Any) -> None:
+        super().check(output, names)
         if num_tokens := output.num_scheduled_tokens.get("r1"):
             end = self.scheduler.requests["r1"].num_computed_tokens
             self.chunks.append((end - num_tokens, num_tokens))

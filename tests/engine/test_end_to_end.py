@@ -14,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tests.engine.conftest import Engine, EngineFactory, preempting_all
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cpu import worker as cpu_worker
+from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
 from vllm_kvselect.kernels.base import REFERENCES
 from vllm_kvselect.kernels.build import KernelError
@@ -201,7 +202,21 @@ def retain_everything(
 
 @pytest.fixture
 def everything_retained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Null blocks, by which a cut that is made is known, there are none then."""
+    made: set[str] = set()
+    allocate, due_cut = HeadwiseManager.allocate_new_blocks, HeadwiseManager._due_cut
+
+    def allocate_and_note(manager: HeadwiseManager, request_id: str, *sizes: int) -> Any:
+        blocks = allocate(manager, request_id, *sizes)
+        made.update(manager._swaps)
+        return blocks
+
+    def due_once(manager: HeadwiseManager, request_id: str, num_tokens: int) -> Cut | None:
+        return None if request_id in made else due_cut(manager, request_id, num_tokens)
+
     monkeypatch.setattr("vllm_kvselect.planning.plan.cuts", retain_everything)
+    monkeypatch.setattr(HeadwiseManager, "allocate_new_blocks", allocate_and_note)
+    monkeypatch.setattr(HeadwiseManager, "_due_cut", due_once)
 
 
 @pytest.mark.usefixtures("everything_retained")
