@@ -61,6 +61,8 @@ WHERE = {
     ),
     "ModelRunnerOutput": "vllm.v1.outputs:ModelRunnerOutput",
     "ParallelConfig": "vllm.config:ParallelConfig",
+    "BlockTables": f"{V2}.block_table:BlockTables",
+    "StagedWriteTensor": f"{V2}.buffer_utils:StagedWriteTensor",
     "SamplingParams": "vllm:SamplingParams",
     "Request": "vllm.v1.request:Request",
     "Scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
