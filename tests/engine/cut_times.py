@@ -1,14 +1,15 @@
 """What a cut takes of the host, without a card: all that it does, but its kernels.
 
-Run as `TRITON_INTERPRET=1 python -m tests.engine.cut_times`. Triton's kernels do nothing, and
-operators compute on small tensors, so it is a bound on what Python and they take. Prints
-milliseconds by method, as JSON, of one and of two requests.
+Run as a module in a process of its own; arguments are methods, all without any. Triton's kernels do
+nothing, and operators compute on small tensors: a bound on what Python and they take. Prints the
+milliseconds of each method, as JSON, for one request and for two.
 """
 
 import importlib
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -25,7 +26,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NUM_TIMES = 30
 
 
-def times() -> dict[str, list[float]]:
+def times(methods: Sequence[str]) -> dict[str, list[float]]:
     """The least of each, by method: others may run beside it."""
     sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "gpu")]
     kit, cut = (importlib.import_module(name) for name in ("run_all", "cut"))
@@ -43,7 +44,7 @@ def times() -> dict[str, list[float]]:
         patch.setattr(torch, "empty_like", torch.zeros_like)
         patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
         found: dict[str, list[float]] = {}
-        for method in METHODS:
+        for method in methods:
             found[method] = []
             for case in cut.CASES:
                 taken = []
@@ -58,4 +59,4 @@ def times() -> dict[str, list[float]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.stdout.write(json.dumps(times()))
+    sys.stdout.write(json.dumps(times(sys.argv[1:] or [*METHODS])))

@@ -5,7 +5,11 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
@@ -22,7 +26,9 @@ from vllm_kvselect.engine.scheduler.integrity import (
     INVARIANTS,
     Violation,
     find_violations,
+    names_of,
     plan_violations,
+    written_violations,
 )
 
 
@@ -222,6 +228,23 @@ def test_a_context_that_is_found_before_it_is_read_is_named_and_found_no_more() 
     assert (violation.invariant, violation.request_ids) == ("loads", ("load 1",))
     mend(kv, requests, [violation])
     assert find_violations(kv, requests) == []
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_step_that_would_write_to_a_named_block_is_found(is_named: bool) -> None:
+    server = CheckedServer(Settings(num_spare_blocks=60))
+    server.step()
+    scheduler, block = server.scheduler, server.held(server.short)[-1]
+    assert scheduler.requests[server.short].num_computed_tokens % server.manager.block_size
+    if is_named:
+        name = make_block_hash_with_group_id(BlockHash(b"any"), 0)
+        block.set_block_hash(name)
+        server.pool.cached_block_hash_to_block.insert(name, block)
+    names = names_of(server.manager)
+    output = scheduler.schedule()
+    found = written_violations(server.manager, scheduler.requests, output, names)
+    blocks = [(block.block_id,)] if is_named else []
+    assert [each.block_ids for each in found] == blocks
 
 
 def test_a_request_that_keeps_what_its_cuts_free_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from vllm_kvselect.engine.drop.due import DueDrops
 from vllm_kvselect.engine.drop.request import LiveRequests, Request
 from vllm_kvselect.engine.notice import StepNotice, Swap
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager, headwise_manager
-from vllm_kvselect.engine.scheduler.contexts import ContextNames
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
 
 ALLOWED = {"allow_override": ("method", "budget", "context")}
@@ -95,7 +94,7 @@ def test_a_hit_ends_before_a_cut_that_is_not_made(monkeypatch: pytest.MonkeyPatc
         serve_again()
 
 
-def preempt_in_its_own_step(settings: dict[str, int]) -> None:
+def preempt_in_its_own_step() -> None:
     """A request takes the last blocks for its cut, which one that matters more needs in that step.
 
     All that it gives back is held by another one with the same text.
@@ -103,7 +102,7 @@ def preempt_in_its_own_step(settings: dict[str, int]) -> None:
     server = Server(CHOOSING)
     server.add([*range(69)], 9, 1, STOCK)
     server.step()
-    request_id = server.add([*range(70)], 5, 2, settings)
+    request_id = server.add([*range(70)], 5, 2)
     server.step(2)
     server.add([*range(2000, 2064)], 5, 0, STOCK)
     server.step()
@@ -145,14 +144,7 @@ def tell_of_all_swaps(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cut_of_a_request_that_does_not_run_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    preempt_in_its_own_step({})
+    preempt_in_its_own_step()
     tell_of_all_swaps(monkeypatch)
-    with pytest.raises(AssertionError):
-        preempt_in_its_own_step({})
-
-
-def test_a_context_whose_cut_is_not_made_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    preempt_in_its_own_step({"kv_eviction_context": 68})
-    monkeypatch.setattr(ContextNames, "take_back", lambda *_: None)
-    with pytest.raises((WrongEntryError, LookupError)):
-        preempt_in_its_own_step({"kv_eviction_context": 68})
+    with pytest.raises(AssertionError, match="is not at a cut"):
+        preempt_in_its_own_step()

@@ -1,4 +1,4 @@
-"""Launches of a step's cuts; see `whole_cuts.py`."""
+"""Launches of a step's cuts, see `whole_cuts.py`; what they take of the host, `cut_times.py`."""
 
 import pytest
 
@@ -52,3 +52,9 @@ def test_launches_of_scorers_by_request_do_not_grow_with_layers(
 ) -> None:
     few, more_layers, more_requests = counted[method]
     assert 10 < few == more_layers < more_requests
+
+
+def test_what_a_cut_takes_of_the_host_is_told() -> None:
+    found = said_by("tests.engine.cut_times", "snapkv", "knorm")
+    assert [*found] == ["snapkv", "knorm"]
+    assert all(len(cases) == 2 and min(cases) > 0.05 for cases in found.values())

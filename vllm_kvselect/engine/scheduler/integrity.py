@@ -17,7 +17,6 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from vllm_kvselect.engine.notice import StepNotice
 from vllm_kvselect.engine.scheduler.block_manager import (
     HeadwiseManager,
     PlannedManager,
@@ -42,7 +41,7 @@ INVARIANTS = {
     "loads": "blocks that wait for a stored context have no name under which it is found",
     "beside": "blocks of layers that drop nothing are not hashed from the first cut on",
     "plan": "scheduler and workers make the same plan of a request",
-    "written": "a request writes and packs nothing into a block of its own that has a name",
+    "written": "a request computes nothing into a block of its own that had a name before",
     "pages": "each page that a worker reads lies in a block of the request that reads it",
 }
 """What holds after every scheduling step, by the name under which a violation is reported."""
@@ -155,23 +154,13 @@ def written_violations(
     Returns:
         The violations, none if all is well.
     """
-    found, now, swaps = [], names_of(manager), StepNotice.of(scheduled).swaps
+    found, size = [], manager.block_size
     for request_id, num_new in scheduled.num_scheduled_tokens.items():
-        end, size = requests[request_id].num_computed_tokens, manager.block_size
-        first, fresh = (
-            (end - num_new) // size,
-            swaps[request_id].fresh if request_id in swaps else (),
-        )
-        had = before.get(request_id, ())
-        wrong = tuple(
-            block_id
-            for index, (block_id, name) in enumerate(now[request_id][: -(-end // size)])
-            if (index >= first or block_id in fresh)
-            and name is not None
-            and (block_id, name) in had[index : index + 1]
-        )
+        end = requests[request_id].num_computed_tokens
+        written = slice((end - num_new) // size, -(-end // size))
+        wrong = tuple(block for block, name in before.get(request_id, ())[written] if name)
         if wrong:
-            found.append(Violation("written", "has a name", wrong, (request_id,)))
+            found.append(Violation("written", "had a name", wrong, (request_id,)))
     return found
 
 
