@@ -154,11 +154,19 @@ def written_violations(
     Returns:
         The violations, none if all is well.
     """
-    found, size = [], manager.block_size
+    found, now, size = [], names_of(manager), manager.block_size
+    begun = {new.req_id for new in scheduled.scheduled_new_reqs}
+    begun |= scheduled.scheduled_cached_reqs.resumed_req_ids
     for request_id, num_new in scheduled.num_scheduled_tokens.items():
         end = requests[request_id].num_computed_tokens
         written = slice((end - num_new) // size, -(-end // size))
-        wrong = tuple(block for block, name in before.get(request_id, ())[written] if name)
+        # What it held before it was preempted in this step, or cut, is not its own any more.
+        held = () if request_id in begun else before.get(request_id, ())[written]
+        wrong = tuple(
+            block
+            for (block, name), (same, _) in zip(held, now[request_id][written], strict=False)
+            if name and block == same
+        )
         if wrong:
             found.append(Violation("written", "had a name", wrong, (request_id,)))
     return found
