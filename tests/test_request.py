@@ -326,10 +326,6 @@ def test_a_method_that_is_measured_off_the_engine_only_is_refused(
             {"kv_eviction": "defensivekv", "kv_eviction_decode_budget": 256},
             r"kv_eviction_decode_budget = 256 is not accepted with kv_eviction = 'defensivekv'",
         ),
-        (
-            {"kv_eviction_context": 500, "kv_eviction_decode_budget": 256},
-            r"kv_eviction_decode_budget = 256 is not accepted with kv_eviction_context = 500",
-        ),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused_and_drop_nothing(

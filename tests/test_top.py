@@ -30,12 +30,12 @@ vllm:kv_eviction_rounds_total{engine="0",model_name="m"} 7.0
 vllm:kv_eviction_round_freed_blocks_total{engine="0",model_name="m"} 28.0
 vllm:kv_eviction_prompt_cuts_total{engine="0",model_name="m"} 9.0
 vllm:kv_eviction_prompt_freed_blocks_total{engine="0",model_name="m"} 54.0
-vllm:kv_eviction_contexts{engine="0",model_name="m"} 2.0
-vllm:kv_eviction_contexts{engine="1",model_name="m"} 1.0
-vllm:kv_eviction_context_held_bytes{engine="0",model_name="m"} 3145728.0
-vllm:kv_eviction_context_hits_total{engine="0",model_name="m"} 5.0
-vllm:kv_eviction_context_tokens_total{engine="0",model_name="m"} 4800.0
-vllm:kv_eviction_context_blocks_total{engine="0",model_name="m"} 100.0
+vllm:kv_eviction_states{engine="0",model_name="m"} 2.0
+vllm:kv_eviction_states{engine="1",model_name="m"} 1.0
+vllm:kv_eviction_state_held_bytes{engine="0",model_name="m"} 3145728.0
+vllm:kv_eviction_state_hits_total{engine="0",model_name="m"} 5.0
+vllm:kv_eviction_state_tokens_total{engine="0",model_name="m"} 4800.0
+vllm:kv_eviction_state_blocks_total{engine="0",model_name="m"} 100.0
 vllm:kv_eviction_refusals_total{model_name="m",reason="not_allowed"} 2.0
 vllm:kv_eviction_selection_seconds_sum{engine="0",model_name="m"} 1.5
 """
@@ -64,11 +64,11 @@ def test_engines_are_summed() -> None:
         "prompt_freed_blocks": 54,
         "rounds": 7,
         "round_freed_blocks": 28,
-        "context_hits": 5,
-        "context_tokens": 4800,
-        "context_blocks": 100,
-        "contexts": 3,
-        "context_held_bytes": 3 * 2**20,
+        "state_hits": 5,
+        "state_tokens": 4800,
+        "state_blocks": 100,
+        "states": 3,
+        "state_held_bytes": 3 * 2**20,
         "selection_seconds": 1.5,
         "saved_blocks": 320,
         "refusals": 2,

@@ -153,13 +153,22 @@ class EvictionConfig(BaseModel):
         int,
         Field(ge=0),
         Setting(
-            "Tokens after which a prompt is cut to the budget while it is still computed, so that "
-            "it never holds more than the budget and two intervals; 0 cuts it at its end alone.",
+            "Tokens after which a prompt is cut to the budget while it is still computed. It never "
+            "holds more than the budget and two intervals, and the next turn of a chat goes on "
+            "from the last cut. 0 cuts it at its end alone.",
             operator=True,
             option="TOKENS",
             in_requests=True,
         ),
     ] = 0
+    least: Annotated[
+        int,
+        Field(ge=0),
+        Setting(
+            "Entries that a cut inside a prompt keeps at least, where the budget is a fraction.",
+            option="ENTRIES",
+        ),
+    ] = 1024
     decode_budget: Annotated[
         int,
         Field(ge=0),
@@ -181,24 +190,16 @@ class EvictionConfig(BaseModel):
         ),
     ] = 128
     context: Annotated[
-        Annotated[int, Field(ge=1)] | Literal["chat"] | None,
+        Annotated[int, Field(ge=1)] | None,
         Setting(
-            "Beginning of each prompt that is compressed by itself, once for all requests that "
-            "have it: its first tokens (6000), or what comes before the first question of a chat "
-            "('chat').",
+            "First tokens of each prompt that are compressed by themselves, once for all requests "
+            "that have them.",
             operator=True,
-            option="TOKENS|chat",
+            option="TOKENS",
             in_requests=True,
             otherwise="the whole prompt, not shared",
         ),
     ] = None
-    turn_start: Annotated[
-        tuple[int, ...],
-        Setting(
-            "Token ids with which a user's turn begins, for 'chat'.",
-            otherwise="what the chat template says",
-        ),
-    ] = ()
     window: Annotated[
         int,
         Field(ge=1),
@@ -277,7 +278,17 @@ class EvictionConfig(BaseModel):
             )
         return budget
 
-    @field_validator("allow_override", "turn_start", mode="before")
+    @field_validator("context", mode="before")
+    @classmethod
+    def _chats_have_states(cls, context: Any) -> Any:
+        if context == "chat":
+            raise ValueError(
+                "with prompt_interval each turn of a chat goes on from what was compressed; leave "
+                "context out"
+            )
+        return context
+
+    @field_validator("allow_override", mode="before")
     @classmethod
     def _list_as_a_tuple(cls, values: Any) -> Any:
         # YAML and JSON know lists only; the strict model would refuse them.
@@ -300,12 +311,6 @@ class EvictionConfig(BaseModel):
                 f"prompt_interval = {self.prompt_interval!r} is not accepted with prefill = "
                 f"{self.of(Prefill).prefill!r}: sparse segments choose among all tokens before "
                 "them, and cuts in prompts drop these; leave one of them out"
-            )
-        if self.decode_budget and self.context is not None:
-            raise ValueError(
-                f"decode_budget = {self.decode_budget!r} is not accepted with context = "
-                f"{self.context!r}: what comes with a context that is found is not cut again; "
-                "leave one of them out"
             )
         return self
 

@@ -45,15 +45,15 @@ class Step:
 
 
 @dataclass
-class Contexts:
-    """What the scheduler says of compressed contexts: by how much each number has grown.
+class States:
+    """What the scheduler says of states: by how much each number has grown.
 
     Attributes:
-        num_contexts: Contexts that a request would find.
+        num_states: States that a request would find.
         num_blocks: Blocks that they take.
     """
 
-    num_contexts: int
+    num_states: int
     num_blocks: int
 
 
@@ -85,7 +85,7 @@ class Metric:
 
     kind: Literal["counter", "gauge", "histogram"]
     help: str
-    of: type[Step | Contexts] | None = Step
+    of: type[Step | States] | None = Step
     value: Callable[[Any, Sizes], Any] = lambda *_: 0
     buckets: tuple[float, ...] = ()
 
@@ -142,31 +142,31 @@ METRICS: dict[str, Metric] = {
         "Blocks given back in rounds.",
         value=lambda step, _: sum(blocks for blocks, _ in step.rounds),
     ),
-    "context_hits": Metric(
+    "state_hits": Metric(
         "counter",
-        "Requests that found their context compressed.",
+        "Requests that went on from what others, or they, had compressed.",
         value=lambda step, _: len(step.contexts),
     ),
-    "context_tokens": Metric(
+    "state_tokens": Metric(
         "counter",
         "Tokens that these requests did not have to compute.",
         value=lambda step, _: sum(tokens for tokens, _ in step.contexts),
     ),
-    "context_blocks": Metric(
+    "state_blocks": Metric(
         "counter",
         "Blocks that had been dropped of what they found.",
         value=lambda step, _: sum(blocks for _, blocks in step.contexts),
     ),
-    "contexts": Metric(
+    "states": Metric(
         "gauge",
-        "Compressed contexts that a request would find.",
-        of=Contexts,
-        value=lambda held, _: held.num_contexts,
+        "Compressed beginnings of prompts that a request would find.",
+        of=States,
+        value=lambda held, _: held.num_states,
     ),
-    "context_held_bytes": Metric(
+    "state_held_bytes": Metric(
         "gauge",
-        "Bytes of the blocks that these contexts take.",
-        of=Contexts,
+        "Bytes of the blocks that these take.",
+        of=States,
         value=lambda held, sizes: held.num_blocks * sizes.block_bytes,
     ),
     "loaded_contexts": Metric(

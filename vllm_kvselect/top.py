@@ -171,7 +171,7 @@ def render(snapshot: Snapshot, url: str) -> RenderableType:
         blocks.add_row(name, Text(str(number), justify="right"), bar, share)
     found = snapshot.eviction
     since = {name: int(value) for name, value in found.items()}
-    freed, held = (found[name] / 2**20 for name in ("freed_bytes", "context_held_bytes"))
+    freed, held = (found[name] / 2**20 for name in ("freed_bytes", "state_held_bytes"))
     requests = f"requests      {snapshot.num_running} running, {snapshot.num_waiting} waiting; "
     lines = [requests + "{requests} evicted, {refusals} refused since the start"]
     lines.append(
@@ -185,10 +185,10 @@ def render(snapshot: Snapshot, url: str) -> RenderableType:
         )
     if since["rounds"]:
         lines.append("rounds        {rounds} since the start, {round_freed_blocks} blocks freed")
-    if since["contexts"] or since["context_hits"]:
+    if since["states"] or since["state_hits"]:
         lines.append(
-            f"contexts      {{contexts}} held ({held:.1f} MiB); since the start {{context_hits}} "
-            "requests found theirs, {context_tokens} tokens not prefilled"
+            f"states        {{states}} held ({held:.1f} MiB); since the start {{state_hits}} "
+            "requests went on from one, {state_tokens} tokens not prefilled"
         )
     lines = [line.format_map(since) for line in lines]
     if not snapshot.evicts:

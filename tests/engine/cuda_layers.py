@@ -132,7 +132,7 @@ class Layers:
             )
             self.builder = backend.get_builder_cls()(spec, names, config, self.device)
         self.prompts: list[LiveRequest] = []
-        self.state = self.builder.start(self._requests_of, kernels)
+        self.state = self.builder.start(self._requests_of, kernels, keeps_numbers=True)
         integers = {"dtype": torch.int32, "device": self.device}
         self.block_table = torch.zeros(MAX_NUM_SEQS, MAX_MODEL_LEN // BLOCK_SIZE, **integers)
         self.seq_lens = torch.zeros(MAX_NUM_SEQS, **integers)

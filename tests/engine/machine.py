@@ -70,8 +70,6 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
     method = draw(st.sampled_from(("adakv", "layer-probe", "layer-keydiff", "random", "none")))
     context = draw(st.sampled_from((None, None, 80)))
     decode_budget = draw(st.sampled_from((0, entries)))
-    if context is not None:
-        decode_budget = 0
     allow_override = draw(st.sampled_from((OVERRIDE_NAMES, BUT_PREFILL, *SOME_OVERRIDES)))
     if method == "none":  # otherwise nobody would ever drop anything, and the server be stock
         allow_override = OVERRIDE_NAMES
@@ -97,6 +95,7 @@ def settings_of_servers(draw: st.DrawFn) -> Settings:
             budget=draw(st.sampled_from((entries, entries, entries, 0.3))),
             context=context,
             prompt_interval=prompt_interval,
+            least=draw(st.sampled_from((0, 30))),
             decode_budget=decode_budget,
             decode_interval=draw(st.sampled_from((10, 12, 17))),
             allow_override=allow_override,
@@ -303,8 +302,9 @@ class BlockAccounting(RuleBasedStateMachine):
             self.seen["cuts in prompts"] += worker.num_in_prompts
             self.seen["pools smaller than a request"] += self.server.settings.is_bounded
             self.seen["scores kept"] += worker.num_scores_kept
-            self.seen["contexts found"] += worker.num_contexts_found
-            self.seen["turns found"] += worker.num_turns_found
+            self.seen["states found"] += worker.num_states_found
+            self.seen["states found and more"] += worker.num_found_with_more
+            self.seen["states cut again"] += worker.num_to_be_cut_again
             self.seen["sparse segments"] += worker.num_segments
             self.seen["hits in sparse parts"] += worker.num_sparse_hits
             self.seen["read beside"] += worker.bystander.num_read if worker.bystander else 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
-from vllm.config import VllmConfig
+from vllm.config import KVEventsConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
 from vllm.utils.hashing import sha256
@@ -120,6 +120,7 @@ class Settings:
     stores: bool = False
     page_size: int | None = None
     beside: Beside | None = None
+    announces: bool = False
 
     @property
     def sizes(self) -> Sizes:
@@ -182,6 +183,8 @@ def make_scheduler(settings: Settings, scheduler_class: type[Scheduler]) -> Sche
     config.cache_config.num_gpu_blocks = settings.num_blocks
     config.cache_config.block_size = settings.block_size
     config.cache_config.enable_prefix_caching = settings.enable_prefix_caching
+    if settings.announces:
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     spec = HeadwiseSpec(
         block_size=settings.block_size,
         num_kv_heads=NUM_KV_HEADS,
@@ -229,10 +232,7 @@ def own_eviction(
         changes = nothing
     given = server.model_dump()
     chosen = given | changes
-    if chosen["method"] != "none" and (
-        (chosen["decode_budget"] and chosen["context"] is not None)
-        or (chosen["prompt_interval"] and chosen["prefill"] != "dense")
-    ):
+    if chosen["method"] != "none" and (chosen["prompt_interval"] and chosen["prefill"] != "dense"):
         changes = nothing  # what cannot be done together
     chosen = given | changes
     if max_tokens == 1 and chosen["context"] is None and not chosen["prompt_interval"]:
@@ -438,7 +438,7 @@ class Server:
     def check_hits(self, output: SchedulerOutput) -> None:
         """A hit is whole blocks and leaves a token to compute.
 
-        It ends a block and a window before the first cut, or has all of a context's.
+        It ends a block and a window before the first cut that is not made of it.
         """
         cached = output.scheduled_cached_reqs
         hits = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -451,15 +451,19 @@ class Server:
         }
         for request_id, num_tokens in hits.items():
             request = self.scheduler.requests[request_id]
-            retained = next(iter(self.retained(request)), None)
+            all_retained = self.retained(request)
+            retained = next((each for each in all_retained if each.position > num_tokens), None)
             cap = request.num_tokens - 1
             eviction = self.all[request_id].eviction
-            is_context = bool(retained) and num_tokens >= self.retained(request)[-1].position
-            if retained and not (is_context and eviction.context is not None):
+            made = [each for each in all_retained if each.position <= num_tokens]
+            if made and made[-1].position >= request.num_prompt_tokens:
+                raise LostError(f"{request_id} hits {num_tokens} tokens, with a cut of its own")
+            if retained:
                 size, window = self.settings.block_size, eviction.window
                 cap = retained.position // size * size - size
                 cap = max(0, min(cap, retained.position - window)) // size * size
-            span = sparse_span(request.num_prompt_tokens, retained, eviction)
+            first = next(iter(all_retained), None)
+            span = sparse_span(request.num_prompt_tokens, first, eviction)
             if span and span.start < num_tokens < span.end and num_tokens % span.size:
                 raise LostError(f"{request_id} hits {num_tokens} tokens, a part of a segment")
             if num_tokens % self.settings.block_size or num_tokens > cap:
@@ -507,11 +511,11 @@ class Server:
         manager = headwise_manager(self.scheduler.kv_cache_manager)
         if pool.get_num_free_blocks() != self.settings.num_blocks - 1:
             raise LostError(f"{pool.get_num_free_blocks()} of {self.settings.num_blocks} free")
-        names = manager._names
+        names = manager.names
         left = any(manager.req_to_blocks.values()), manager.num_cached_block, manager._planned
         if self.settings.stores:
             left = *left, self.loads.held, self.loads._name_of, self.loads._had
-        if any((*left, names._num_named, names._names_of)):
+        if any((*left, names._sharing, names._of_states, names._wanted)):
             raise LostError("finished requests leave entries behind")
         if not self.scheduler.reset_prefix_cache():
             raise LostError("the prefix cache cannot be reset when nobody runs")

@@ -145,9 +145,9 @@ class Seen:
         """What the request holds from now on."""
         row = self.row
         row.packed, row.packed_position = self.drawn, self.cut.position
-        if any(self.cut.position == each.position for each in row.in_prompt[-1:]):
-            self.worker.num_completions += 1
-            self.worker.packed_at[key] = row.context, row.packed
+        is_last = any(self.cut.position == each.position for each in row.in_prompt[-1:])
+        self.worker.num_completions += is_last
+        self.worker.packed_at[key] = row.identity(self.cut.position), row.packed
 
     def _check_cut(self) -> None:
         row, cut, window = self.row, self.cut, self.settings.window

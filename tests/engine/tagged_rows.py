@@ -48,7 +48,8 @@ def retained_in_prompt(
 ) -> list[Retained]:
     """The fewest whole blocks that, with the blocks of the window, meet the budget at the end.
 
-    Before it, at each interval that frees more than was free, the budget besides that interval.
+    Before it, at each interval that frees more than was free, the budget of what was seen besides
+    that interval, which is whole blocks.
     """
     if eviction.method == "none":
         return []
@@ -60,12 +61,18 @@ def retained_in_prompt(
             num_prompt_tokens
         ):
             position += sizes.block
+    step = eviction.prompt_interval
+    while step % sizes.block:
+        step += 1
+    found = []
+    for length in (length for length in range(1, position) if step and length % step == 0):
+        budget = eviction.budget
+        if isinstance(budget, float):
+            budget = max(eviction.least, int(np.ceil(budget * length)))
+        found.append(_retained(length, sizes, step, budget + step))
     budget = eviction.budget
     if isinstance(budget, float):
         budget = int(np.ceil(budget * position))
-    step = eviction.prompt_interval
-    lengths = [length for length in range(1, position) if step and length % step == 0]
-    found = [_retained(length, sizes, step, budget + step) for length in lengths]
     made: list[Retained] = []
     for each in (*found, _retained(position, sizes, eviction.window, budget)):
         if each and (not made or each.num_freed > made[-1].num_freed):
@@ -206,19 +213,23 @@ class Row:
         """What is retained when something is dropped for the first time."""
         return next(iter(self.cuts), None)
 
-    @property
-    def settings(self) -> tuple[object, ...]:
-        """What others must share to read what is retained of it: nobody does without a context."""
-        if self.eviction.context is None:
-            return (self.request_id,)
-        eviction = self.eviction
-        budget = repr(eviction.budget), eviction.prompt_interval
-        return (eviction.method, *budget, self.in_prompt[-1].position)
+    def settings(self, index: int) -> tuple[object, ...]:
+        """What others must share to read the same as a token at an index, besides its tokens.
 
-    @property
-    def context(self) -> tuple[object, ...]:
-        """What is compressed, and how."""
-        return (int(self.tags[self.in_prompt[-1].position - 1]), *self.settings)
+        Nobody does behind a cut that is not inside the prompt.
+        """
+        made = [each.position for each in self.cuts if each.position <= index]
+        if not made:
+            return ()
+        if made[-1] >= self.num_prompt_tokens:
+            return (self.request_id, *made)
+        eviction = self.eviction
+        budget = repr(eviction.budget), eviction.least, eviction.prompt_interval
+        return (eviction.method, *budget, *made)
+
+    def identity(self, position: int) -> tuple[object, ...]:
+        """What a cut retains, and how."""
+        return (int(self.tags[position - 1]), *self.settings(position))
 
     @property
     def seq_len(self) -> int:

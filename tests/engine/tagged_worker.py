@@ -91,7 +91,12 @@ class TaggedWorker:
         self.rows: list[Row] = []
         self.damaged: set[str] = set()  # requests that may read what they like
         self.cache = np.zeros((NUM_LAYERS, num_blocks, NUM_KV_HEADS, block_size), dtype=np.int64)
-        self.state = RetentionState(num_blocks, NUM_LAYERS, NUM_KV_HEADS, per_block=per_block)
+        self.state = RetentionState(
+            num_blocks, NUM_LAYERS, NUM_KV_HEADS, per_block=per_block, page_size=block_size
+        )
+        # Scores are tags, which float32 does not hold.
+        assert self.state.numbers is not None
+        self.state.numbers = self.state.numbers.double()
         self.live = LiveRequests(eviction, *sizes)
         self.bystander = beside and TaggedBystander(self.cache, per_block, *beside)
         self.layers = [TaggedLayer(self.cache, index) for index in range(NUM_LAYERS)]
@@ -109,7 +114,8 @@ class TaggedWorker:
         self.num_completions = self.num_headwise = self.num_windows_in_chunks = 0
         self.num_together = 0
         self.num_pools = self.num_rounds = self.num_in_prompts = self.num_scores_kept = 0
-        self.num_mixed = self.num_contexts_found = self.num_turns_found = 0
+        self.num_mixed = self.num_states_found = self.num_found_with_more = 0
+        self.num_to_be_cut_again = 0
         self.num_segments = self.num_sparse_hits = 0
 
     # The batch
@@ -133,7 +139,7 @@ class TaggedWorker:
         self.random.shuffle(self.rows)
 
     def _update(self, output: SchedulerOutput) -> None:
-        self.live.update(output)
+        found = self.live.update(output)
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
         for new in output.scheduled_new_reqs:
@@ -161,24 +167,27 @@ class TaggedWorker:
             self.requests[request_id].swap(swap.fresh)
         # As in an engine: cuts are made before anything of the step is written.
         self.due.make(self.live.due)
+        self.state.go_on(found)
         # One that begins may find what a cut of this very step has packed.
         for row in self.requests.values():
             if row.num_new and row.request_id in begun:
-                self._find_context(row)
+                self._find_state(row)
                 self.num_sparse_hits += bool(row.sparse and row.num_computed > row.sparse.start)
         if self.store:
             self.store.load(output)
         self._condense()
 
-    def _find_context(self, row: Row) -> None:
-        """What a request that begins past its cut must read: all of it packed for one request."""
-        if row.retained is None or row.num_computed < row.retained.position:
+    def _find_state(self, row: Row) -> None:
+        """What a request that begins past a cut must read: all of it packed for one request."""
+        if row.retained is None:
             return
         row.packed_position = row.retained.position
         found, row.packed = self.packed_at.get(row.table[row.retained.first_packed], ((), []))
-        require(found == row.context, f"decoding of {row.request_id} found another context")
-        self.num_contexts_found += 1
-        self.num_turns_found += row.num_computed > row.retained.position
+        same = row.identity(row.retained.position)
+        require(found == same, f"{row.request_id} goes on from another state")
+        self.num_states_found += 1
+        self.num_found_with_more += row.num_computed > row.retained.position
+        self.num_to_be_cut_again += row.retained is not row.cuts[-1]
 
     def _condense(self) -> None:
         """Fills the rows of requests that do not run with the last ones, then appends new ones."""
@@ -201,8 +210,7 @@ class TaggedWorker:
                 # All queries of a segment choose what it reads.
                 segment = tuple(row.tokens[place] for place in row.sparse.segment(index))
                 key = (*key, row.eviction.prefill_budget, segment)
-            if row.first and index >= row.first.position:
-                key = (*key, *row.settings)
+            key = (*key, *row.settings(index))
             row.tags[index] = self._tag_of.setdefault(key, len(self._tag_of) + 1)
         row.num_tagged = max(row.num_tagged, row.seq_len)
 

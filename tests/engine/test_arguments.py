@@ -324,14 +324,15 @@ def test_start_up_says_how_answers_are_bounded(caplog: pytest.LogCaptureFixture)
     assert config.scheduler_config.get_scheduler_cls() is CutScheduler
 
 
-@pytest.mark.parametrize("of_chats", [(), ("--kv-eviction-context", "chat")], ids=["all", "chats"])
+# Blocks have 32 tokens.
+@pytest.mark.parametrize("interval", ["128", "97"])
 def test_start_up_says_how_prompts_are_bounded(
-    of_chats: tuple[str, ...], caplog: pytest.LogCaptureFixture
+    interval: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = ("--kv-eviction-budget", "256", "--kv-eviction-prompt-interval", "128", *of_chats)
+    options = ("--kv-eviction-budget", "256", "--kv-eviction-prompt-interval", interval)
     ((level, line),) = said(caplog, "--kv-eviction", "layer-keydiff", *options)
     assert level == logging.INFO
-    # The budget and two intervals, in blocks of 32.
+    # The budget and two intervals.
     assert "drops while it is computed every 128 tokens, so that it never holds more than" in line
     assert "more than 16 blocks, 22.5 MiB" in line
     assert line.endswith("--kv-eviction-decode-budget too, --max-model-len may exceed the pool")

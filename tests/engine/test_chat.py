@@ -79,30 +79,21 @@ def test_ten_turns_hit_the_prefix_cache_and_answer_as_a_fresh_server(
         assert [engine.outputs([each], max_tokens=8)[0].token_ids for each in prompts] == answers
 
 
-CHATTING = {
-    "method": "layer-keydiff",
-    "budget": 0.25,
-    "context": "chat",
-    "allow_override": ["context"],
-}
+CHATTING = {"method": "layer-keydiff", "budget": 256, "prompt_interval": 128}
 
 
 def test_ten_turns_over_a_document_compute_it_once_and_answer_as_a_fresh_server(
     start_engine: EngineFactory, text_tokens: list[int]
 ) -> None:
     with start_engine(CHATTING, 200, **WITH_TOKENIZER) as engine:
-        (manager,) = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
-        turn_start = engine.llm.get_tokenizer().decode(manager.eviction.turn_start)
-        assert turn_start.endswith("<|im_start|>user")
         prompts, answers, hits = talk(engine, text_tokens[:1000], max_tokens=40)
-        assert engine.worker.kv_eviction_stats()["num_evicted"] == 1
-    # The document, and every full block of the turns before that the next prompt begins with.
+    # At least the last state that the turn before has left of what both begin with.
     same = [
         next((i for i, pair in enumerate(zip(a, b, strict=False)) if len(set(pair)) > 1), len(a))
         for a, b in pairwise(prompts)
     ]
     assert hits[0] == 0
-    assert all(hit >= shared // 32 * 32 for hit, shared in zip(hits[1:], same, strict=True))
+    assert all(hit >= (shared - 1) // 128 * 128 for hit, shared in zip(hits[1:], same, strict=True))
     assert min(hits[1:]) > 900
     with start_engine(CHATTING, 200, enable_prefix_caching=False, **WITH_TOKENIZER) as engine:
         assert [engine.outputs([each], max_tokens=40)[0].token_ids for each in prompts] == answers

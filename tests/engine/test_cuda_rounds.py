@@ -28,7 +28,7 @@ from vllm_kvselect.kernels import cuda
 INTERVAL = 20
 """No multiple of a block: rounds come at all places in one."""
 ROUNDS = {"decode_budget": 40, "decode_interval": INTERVAL}
-IN_PROMPTS = {"prompt_interval": 24}
+IN_PROMPTS = {"prompt_interval": 32}
 METHODS_IN_ROUNDS = [name for name, method in METHODS.items() if method.in_rounds]
 
 
@@ -87,16 +87,16 @@ def steps_with_cuts_in_prompts(layers: Layers) -> None:
     """Cuts in prompts beside each other's chunks and answers, and again after a preemption."""
     long, other = layers.request(130, 140), layers.request(110, 120)
     ends = [[cut.position for cut in each.prompt.plan.cuts] for each in (long, other)]
-    assert ends == [[96, 120, 130], [96, 110]]
+    assert ends == [[96, 128, 130], [96, 110]]
     layers.step((long, 50))
     layers.step((other, 96), (long, 46))  # both come to a cut
-    layers.step((long, 20), (other, 10))
+    layers.step((long, 28), (other, 10))
     layers.step((other, 4), (long, 4))
     layers.preempt(long)
     layers.step((other, 1))
     layers.step((long, 96), (other, 1))
-    layers.step((other, 1), (long, 24))
-    layers.step((other, 1), (long, 10))
+    layers.step((other, 1), (long, 32))
+    layers.step((other, 1), (long, 2))
     decode(layers, other, long, steps=3)
     assert [sorted(each.retained) for each in (long, other)] == ends
 

@@ -267,4 +267,5 @@ def test_memory_is_reserved_for_the_numbers_that_rounds_remember(
         worker._eviction = EvictionConfig(**{**EVICTION.model_dump(), **values})
         reserved.append(40 * 2**30 - worker.determine_available_memory())
     # A float32 number beside 128 channels of a key and a value in bfloat16. Both choose alike.
-    assert reserved[0] - reserved[1] == 40 * 2**30 * 4 // (2 * 128 * 2)
+    of_both = 2 * 128 * 2 + 4
+    assert reserved[0] - reserved[1] == -(-40 * 2**30 * 4 // of_both)

@@ -110,7 +110,7 @@ def test_tokens_are_those_without_a_drafter(
         assert preempted
         assert answers == expected
         assert counted(engine, "vllm:spec_decode_num_drafts") > 50
-        assert counted(engine, "vllm:kv_eviction_context_hits") > 0
+        assert counted(engine, "vllm:kv_eviction_state_hits") > 0
         assert engine.blocks_in_use() == 0
         assert block_bytes(engine.llm.llm_engine.vllm_config) * NUM_BLOCKS == (
             engine.worker.vllm_config.cache_config.kv_cache_memory_bytes

@@ -47,7 +47,9 @@ WITHOUT_SETTINGS = ("/inference/v1/generate", "/generative_scoring")
 
 
 def num_cuts(url: str) -> float:
-    return metrics(url)["vllm:kv_eviction_prompt_cuts_total"]
+    """How often prompts were cut, or what a cut had left was found."""
+    names = ("prompt_cuts", "state_hits")
+    return sum(metrics(url)[f"vllm:kv_eviction_{name}_total"] for name in names)
 
 
 def refused(url: str, path: str, **body: Any) -> str:

@@ -60,7 +60,7 @@ def test_every_kind_of_request(start_engine: EngineFactory, text_tokens: list[in
         for event in ("preemptions", "resets", "left", "cached tokens"):
             assert service.seen[event] > 0, service.seen
         assert engine.worker.kv_eviction_stats()["num_evicted"] > 25
-        assert metric(engine, "vllm:kv_eviction_context_hits") > 0
+        assert metric(engine, "vllm:kv_eviction_state_hits") > 0
         assert engine.blocks_in_use() == 0
     for request, answer in zip(requests, service.answers, strict=True):
         # vLLM computes the whole prompt for its log-probabilities.

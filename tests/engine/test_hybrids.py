@@ -354,7 +354,7 @@ def test_mixed_requests_are_answered_as_alone(hybrid: Hybrid, num_requests: int)
     with hybrid.start(DENSE, **crowded) as engine:
         service = serve(engine.llm, requests, 16, seed=5, preempt=0.02, stream=True)
         assert engine.blocks_in_use() == 0
-        assert engine.worker.kv_eviction_stats()["num_evicted"] > num_requests / 2
+        assert engine.worker.kv_eviction_stats()["num_evicted"] > num_requests / 3
     assert_as_alone(requests, expected, service.answers)
     for event in ("preemptions", "resets", "left"):
         assert service.seen[event] > 0, service.seen

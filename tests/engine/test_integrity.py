@@ -223,7 +223,7 @@ def test_a_context_that_is_found_before_it_is_read_is_named_and_found_no_more() 
     [load] = server.loads._pending.values()
     kv, requests = server.scheduler.kv_cache_manager, server.scheduler.requests
     assert find_violations(kv, requests) == []
-    server.loads._names.take(load.request, load.plan, load.blocks)
+    server.loads._names.take(load.request, load.plan, load.plan.num_states - 1, load.blocks)
     [violation] = find_violations(kv, requests)
     assert (violation.invariant, violation.request_ids) == ("loads", ("load 1",))
     mend(kv, requests, [violation])

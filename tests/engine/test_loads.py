@@ -60,7 +60,7 @@ def serve(seed: int, seen: Counter[str]) -> None:
     seen["stored"] += store.folder.num_written
     seen["loaded"] += store.num_loaded
     seen["failed"] += store.num_failed
-    seen["found"] += server.worker.num_contexts_found
+    seen["found"] += server.worker.num_states_found
 
 
 def _serve_all(num_servers: int, seen: Counter[str]) -> None:
@@ -114,7 +114,7 @@ def find_a_context_a_step_early(patch: pytest.MonkeyPatch) -> None:
         has_begun = begin(self, *args)
         if has_begun:
             load = self._pending[self._num_loads]
-            self._names.take(load.request, load.plan, load.blocks)
+            self._names.take(load.request, load.plan, load.plan.num_states - 1, load.blocks)
         return has_begun
 
     patch.setattr(ContextLoads, "_begin", begin_and_name)

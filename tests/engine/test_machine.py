@@ -4,13 +4,14 @@ from collections import Counter
 
 import pytest
 from hypothesis import Phase
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from tests.engine.machine import CHOICES, quiet, run  # noqa: F401 (fixture)
-from tests.engine.simulated_server import IntegrityError, LostError, Server, Settings
+from tests.engine.simulated_server import EVICTION, IntegrityError, LostError, Server, Settings
 from tests.engine.tagged_rows import WrongEntryError
 from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
-from vllm_kvselect.engine.scheduler.contexts import ContextNames
+from vllm_kvselect.engine.scheduler.states import StateNames
 from vllm_kvselect.request import REQUEST_KEYS
 
 NUM_STEPS = 10_000
@@ -38,19 +39,19 @@ def compress_again_what_is_half_gone() -> Server:
         while server.unfinished:
             server.step()
         if question == 1:
-            ((first, (_, last_packed, _)),) = manager._names._given.items()
-            manager.block_pool.evict_blocks({manager._names._cached(last_packed).block_id})
-            assert manager._names._cached(first)
+            ((first, (_, last_packed, _)),) = manager.names._given.items()
+            manager.block_pool.evict_blocks({manager.names._cached(last_packed).block_id})
+            assert manager.names._cached(first)
     server.drain()
     return server
 
 
 def test_half_a_context_is_compressed_anew() -> None:
-    assert compress_again_what_is_half_gone().worker.num_contexts_found == 1
+    assert compress_again_what_is_half_gone().worker.num_states_found == 1
 
 
 def test_two_halves_of_a_context_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ContextNames, "_forget_own", lambda *_: None)
+    monkeypatch.setattr(StateNames, "_forget_packed", lambda *_: None)
     with pytest.raises((IntegrityError, WrongEntryError), match=r"hashes|wrong entries"):
         compress_again_what_is_half_gone()
 
@@ -80,9 +81,29 @@ def preempt_where_a_context_would_be_packed() -> int:
 
 def test_a_context_whose_step_is_not_computed_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert preempt_where_a_context_would_be_packed()
-    monkeypatch.setattr(ContextNames, "take_back", lambda *_: None)
-    with pytest.raises(WrongEntryError, match="another context"):
+    monkeypatch.setattr(StateNames, "take_back", lambda *_: None)
+    with pytest.raises(WrongEntryError, match="another state"):
         preempt_where_a_context_would_be_packed()
+
+
+def test_only_what_was_announced_is_said_to_be_gone() -> None:
+    eviction = EVICTION.model_copy(update={"prompt_interval": 16})
+    server = Server(Settings(eviction=eviction, num_spare_blocks=8, announces=True))
+    batches: list[KVEventBatch] = []
+    server.scheduler.kv_event_publisher.publish = batches.append
+    for number in range(12):
+        server.add([*range(100 * (number % 4), 100 * (number % 4) + 90 + number)], 3)
+        while server.unfinished:
+            server.step()
+    there, num_gone = set(), 0
+    for event in (each for batch in batches for each in batch.events):
+        if isinstance(event, BlockStored):
+            there |= {*event.block_hashes}
+        else:
+            assert there.issuperset(event.block_hashes)
+            num_gone += 1
+    assert num_gone
+    assert server.worker.num_states_found
 
 
 def serve_what_is_longer_than_the_pool() -> None:
@@ -122,8 +143,9 @@ def test_ten_thousand_steps(request: pytest.FixtureRequest) -> None:
         "rounds",
         "cuts in prompts",
         "pools smaller than a request",
-        "contexts found",
-        "turns found",
+        "states found",
+        "states found and more",
+        "states cut again",
         "sparse segments",
         "hits in sparse parts",
         "read beside",

@@ -27,7 +27,6 @@ from tests.engine.machine import (
 from tests.engine.simulated_server import IntegrityError, LostError, Server, Settings
 from tests.engine.tagged_drop import NUM_KV_HEADS, TaggedDrop, TaggedLayer
 from tests.engine.tagged_rows import WrongEntryError
-from vllm_kvselect.choice import Retention
 from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
 from vllm_kvselect.engine.drop import request as step_request
 from vllm_kvselect.engine.drop.columns import Columns
@@ -35,10 +34,15 @@ from vllm_kvselect.engine.drop.drop import Drop
 from vllm_kvselect.engine.drop.page_tables import SettledRows
 from vllm_kvselect.engine.drop.request import LiveRequests, Request
 from vllm_kvselect.engine.drop.state import RetentionState
-from vllm_kvselect.engine.scheduler import block_manager, contexts
-from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager, StateManager
-from vllm_kvselect.engine.scheduler.contexts import ContextNames
+from vllm_kvselect.engine.scheduler import block_manager, states
+from vllm_kvselect.engine.scheduler.block_manager import (
+    HeadwiseManager,
+    PlannedManager,
+    StateManager,
+)
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
+from vllm_kvselect.engine.scheduler.salted_hashes import salted
+from vllm_kvselect.engine.scheduler.states import StateNames
 from vllm_kvselect.engine.step import sparse as step_sparse
 from vllm_kvselect.engine.step import split as step_split
 from vllm_kvselect.engine.step.rows import Rows
@@ -49,8 +53,8 @@ from vllm_kvselect.planning.cuts import Cut, Cuts
 from vllm_kvselect.planning.plan import Plan, plan
 from vllm_kvselect.planning.segments import Segments
 from vllm_kvselect.prefilling.blocks import ChosenBlocks
+from vllm_kvselect.scoring.held import Held
 from vllm_kvselect.scoring.memory import StepQueries
-from vllm_kvselect.selecting.ranking import Candidates
 
 
 def cap_of(manager: HeadwiseManager, request: Any, num_prompt_tokens: int) -> int | None:
@@ -149,22 +153,12 @@ def let_chunks_run_past_prompts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CutScheduler, "_reserve_prefill_lookahead", end_at_segments_alone)
 
 
-def keep_numbers_of_preempted_requests(patch: pytest.MonkeyPatch) -> None:
-    def pause_with_numbers(self: Request) -> None:
-        numbers = self.progress.numbers if hasattr(self, "progress") else None
-        pause(self)
-        self.progress.numbers = numbers
-
-    pause = Request.pause
-    patch.setattr(Request, "pause", pause_with_numbers)
-
-
 def keep_the_progress_of_preempted_requests(patch: pytest.MonkeyPatch) -> None:
     def pause_once(self: Request) -> None:
         if not hasattr(self, "progress"):
             pause(self)
 
-    def go_on(self: Request, num_computed: int, _: int) -> None:
+    def go_on(self: Request, num_computed: int, _: Any) -> None:
         self.num_computed = num_computed
 
     pause = Request.pause
@@ -236,7 +230,7 @@ def make_each_cut_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_contexts_that_one_token_follows(patch: pytest.MonkeyPatch) -> None:
-    def update_without(self: LiveRequests, scheduled: Any) -> list[Request]:
+    def update_without(self: LiveRequests, scheduled: Any) -> Any:
         found = update(self, scheduled)
         self.due = [
             each
@@ -249,38 +243,75 @@ def leave_contexts_that_one_token_follows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LiveRequests, "update", update_without)
 
 
-def name_blocks_before_they_are_full(patch: pytest.MonkeyPatch) -> None:
-    give = ContextNames.give
+def find_what_is_left_of_states(patch: pytest.MonkeyPatch) -> None:
+    find, all_names = StateNames.find, StateNames._names
 
-    def give_too_much(self: ContextNames, request: Any, made: Plan, blocks: Any) -> bool:
-        cut = made.cuts[0]
-        done = request.num_computed_tokens
-        if done >= cut.position:
-            request.num_computed_tokens = done + self._block_size
-        is_new = give(self, request, made, blocks)
-        request.num_computed_tokens = done
-        return is_new
-
-    patch.setattr(ContextNames, "give", give_too_much)
-
-
-def find_what_is_left_of_contexts(patch: pytest.MonkeyPatch) -> None:
-    find, all_names = ContextNames.find, ContextNames._names
-
-    def names_that_are_there(self: ContextNames, *args: Any) -> list[Any]:
+    def names_that_are_there(self: StateNames, *args: Any) -> list[Any]:
         names = all_names(self, *args)
         return [name for name in names if self._cached(name) is not None]
 
-    def find_rest(self: ContextNames, *args: Any) -> list[Any]:
+    def find_rest(self: StateNames, *args: Any) -> list[Any]:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(ContextNames, "_names", names_that_are_there)
+            inner.setattr(StateNames, "_names", names_that_are_there)
             return find(self, *args)
 
-    patch.setattr(ContextNames, "find", find_rest)
+    patch.setattr(StateNames, "find", find_rest)
 
 
-def name_contexts_by_their_tokens_alone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(contexts, "_settings_digest", lambda eviction, cut: bytes(cut.position))
+def name_states_by_their_places_alone(patch: pytest.MonkeyPatch) -> None:
+    def salts(eviction: EvictionConfig, cuts: Cuts, hash_size: int) -> tuple[Any, ...]:
+        return tuple((cut.position // hash_size, bytes(cut.position)) for cut in cuts)
+
+    patch.setattr(states, "_salts", salts)
+
+
+def name_states_without_their_budgets(patch: pytest.MonkeyPatch) -> None:
+    of_all = states.settings_of_the_choice
+
+    def salts(eviction: EvictionConfig, cuts: Cuts, hash_size: int) -> tuple[Any, ...]:
+        salt = of_all(eviction, "budget", "least").encode()
+        return tuple((cut.position // hash_size, salt) for cut in cuts)
+
+    patch.setattr(states, "_salts", salts)
+
+
+def name_blocks_behind_a_cut_by_their_places(patch: pytest.MonkeyPatch) -> None:
+    """A fork reads what its sibling computed."""
+
+    def salt_hashes(request: Any, salts: Any) -> None:
+        salt(request, salts)
+        if salts:
+            first = min(salts)
+            for index in range(first + 1, len(request.block_hashes)):
+                above = max(each for each in salts if each <= index)
+                if index > above:
+                    request.block_hashes[index] = salted(
+                        request.block_hashes[above], bytes([index])
+                    )
+
+    salt = block_manager.salt_hashes
+    patch.setattr(block_manager, "salt_hashes", salt_hashes)
+
+
+def leave_the_counter_of_hashed_blocks(patch: pytest.MonkeyPatch) -> None:
+    def allocate(self: HeadwiseManager, request_id: str, num_tokens: int, num_main: int) -> Any:
+        num_hashed = self.num_cached_block.get(request_id, 0)
+        cut = self._due_cut(request_id, num_main)
+        made = allocate_new_blocks(self, request_id, num_tokens, num_main)
+        if cut is not None:
+            self.num_cached_block[request_id] = min(num_hashed, cut.num_freed)
+        return made
+
+    allocate_new_blocks = HeadwiseManager.allocate_new_blocks
+    patch.setattr(HeadwiseManager, "allocate_new_blocks", allocate)
+
+
+def find_states_up_to_the_next_cut(patch: pytest.MonkeyPatch) -> None:
+    def most(self: StateNames, request: Any, made: Plan, index: int) -> int:
+        following = made.cuts[index + 1].position if index + 1 < len(made.cuts) else 1000
+        return min(request.num_tokens - 1, following) // self._block_size
+
+    patch.setattr(StateNames, "_most_blocks", most)
 
 
 def hold_no_contexts_that_are_found(patch: pytest.MonkeyPatch) -> None:
@@ -371,11 +402,21 @@ def plan_rounds_without_the_scheduler(patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_numbers_with_other_entries(patch: pytest.MonkeyPatch) -> None:
-    def keep(self: Drop, candidates: Candidates, retention: Retention) -> None:
-        keep_numbers(self, candidates, retention._replace(retained=retention.retained.roll(1)))
+    def keep(self: RetentionState, packed_blocks: torch.Tensor, numbers: torch.Tensor) -> None:
+        keep_numbers(self, packed_blocks, numbers.roll(1))
 
-    keep_numbers = Drop._keep_numbers
-    patch.setattr(Drop, "_keep_numbers", keep)
+    keep_numbers = RetentionState.keep_numbers
+    patch.setattr(RetentionState, "keep_numbers", keep)
+
+
+def keep_the_numbers_of_the_state_before(patch: pytest.MonkeyPatch) -> None:
+    def keep(self: RetentionState, packed_blocks: torch.Tensor, numbers: torch.Tensor) -> None:
+        before = self.numbers.clone()
+        keep_numbers(self, packed_blocks, numbers)
+        self.numbers = torch.where(before != 0, before, self.numbers)
+
+    keep_numbers = RetentionState.keep_numbers
+    patch.setattr(RetentionState, "keep_numbers", keep)
 
 
 def let_requests_of_a_pass_swap_their_pages(patch: pytest.MonkeyPatch) -> None:
@@ -398,7 +439,7 @@ def let_layers_swap_what_they_retain(patch: pytest.MonkeyPatch) -> None:
 
 
 def hash_what_was_computed_from_less(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Cuts, "first_position", property(lambda cuts: cuts[-1].position))
+    patch.setattr(PlannedManager, "_last_position", lambda *_: None)
 
 
 def let_chunks_run_past_cuts(patch: pytest.MonkeyPatch) -> None:
@@ -451,14 +492,14 @@ def find_hits_without_their_states(patch: pytest.MonkeyPatch) -> None:
 
 
 def score_new_entries_as_other_tokens(patch: pytest.MonkeyPatch) -> None:
-    def keep(self: Drop, *given: Any) -> None:
-        keep_numbers(self, *given)
-        for request in self.requests:
-            if request.progress.numbers is not None:
-                request.progress.numbers.num_scored += self._block_size
+    def held(self: Drop) -> Held:
+        found = hold(self)
+        if found.numbers is None:
+            return found
+        return replace(found, positions=[each + self._block_size for each in found.positions])
 
-    keep_numbers = Drop._keep_numbers
-    patch.setattr(Drop, "_keep_numbers", keep)
+    hold = Drop._held
+    patch.setattr(Drop, "_held", held)
 
 
 Errors = type[Exception] | tuple[type[Exception], ...]
@@ -480,12 +521,14 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "page tables kept though blocks changed": keep_page_tables_of_as_many_rows,
     "a cut a step late": make_cuts_a_step_late,
     "a cut made twice": make_each_cut_twice,
-    "numbers outlive a preemption": keep_numbers_of_preempted_requests,
     "a progress not replaced at preemption": keep_the_progress_of_preempted_requests,
     "a plan of the worker one cut behind": plan_a_cut_less_in_workers,
-    "a block of a turn named before it is full": name_blocks_before_they_are_full,
-    "half a context found": find_what_is_left_of_contexts,
-    "a context found under other settings": name_contexts_by_their_tokens_alone,
+    "half a state found": find_what_is_left_of_states,
+    "a state found under other settings": name_states_by_their_places_alone,
+    "a state found under another budget": name_states_without_their_budgets,
+    "a fork that reads its sibling's blocks": name_blocks_behind_a_cut_by_their_places,
+    "the counter of hashed blocks not moved": leave_the_counter_of_hashed_blocks,
+    "a state found up to a cut that is not made": find_states_up_to_the_next_cut,
     "a context given back while it is read": hold_no_contexts_that_are_found,
     "offsets of a context end with its first owner": forget_offsets_with_their_request,
     "hashes of what was computed from less": hash_what_was_computed_from_less,
@@ -500,6 +543,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "two requests of a pass swap their pages": let_requests_of_a_pass_swap_their_pages,
     "layers swap what they retain": let_layers_swap_what_they_retain,
     "a number that does not move with its entry": leave_numbers_with_other_entries,
+    "a state with the numbers of the one before it": keep_the_numbers_of_the_state_before,
     "a new entry scored as another token": score_new_entries_as_other_tokens,
     "rounds that the scheduler does not know": plan_rounds_without_the_scheduler,
     "the server's settings for a request's blocks": plan_blocks_with_the_servers_settings,
@@ -517,6 +561,7 @@ OTHER_ERRORS: dict[str, tuple[tuple[type[Exception], ...], str]] = {
     "hits not capped": ((IndexError,), "out of range"),
     "blocks swapped a token early": PAST_A_CUT,
     "what others hold counted as given back": ((ValueError,), "free blocks"),
+    "the counter of hashed blocks not moved": ((AssertionError,), ""),
     "a hit without the state behind it": ((AssertionError,), "beside"),
     "a progress not replaced at preemption": (
         (AssertionError, LookupError, RuntimeError),
@@ -570,13 +615,16 @@ OF_PROBES = {
 SHY = {
     "a block freed that a page still needs": OF_SMALL_PAGES,
     "a page addressed with a block's stride": OF_SMALL_PAGES,
-    "half a context found": of_contexts(0),
-    "a block of a turn named before it is full": of_contexts(0),
-    "a context found under other settings": of_contexts(0),
+    "half a state found": of_contexts(0),
+    "a state found under other settings": of_contexts(0),
+    "a state found under another budget": of_contexts(10),
+    "a fork that reads its sibling's blocks": of_contexts(10),
+    "the counter of hashed blocks not moved": of_contexts(10),
+    "a state found up to a cut that is not made": of_contexts(10),
     "a context given back while it is read": of_contexts(0),
     "offsets of a context end with its first owner": of_contexts(0),
     "a context's cut left out": of_contexts(0),
-    "numbers outlive a preemption": OF_PROBES,
+    "a state with the numbers of the one before it": OF_PROBES,
 }
 """What shows once in 20,000 steps of all that servers do is looked for where it may be."""
 

@@ -11,7 +11,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_kvselect.config import CONFIG_KEY
 from vllm_kvselect.engine.frontend.metrics import stat_logger
-from vllm_kvselect.engine.report import ContextReport, StepReport
+from vllm_kvselect.engine.report import StatesReport, StepReport
 from vllm_kvselect.tiny_model import tiny_model
 
 
@@ -32,12 +32,12 @@ def test_statistics_of_others_stay_where_they_are() -> None:
 
 
 def test_two_reports_travel_together() -> None:
-    worker, scheduler = StepReport([], [], [], [], 0.5, 0), ContextReport(2, 30)
+    worker, scheduler = StepReport([], [], [], [], 0.5, 0), StatesReport(2, 30)
     envelope = worker.as_connector_output().kv_connector_stats
     assert envelope is not None
     stats = SchedulerStats(kv_connector_stats=envelope.to_dict())
     scheduler.add_to(stats)
-    assert ContextReport.take(stats) == scheduler
+    assert StatesReport.take(stats) == scheduler
     assert StepReport.take(stats) == worker
     assert stats.kv_connector_stats is None
 
@@ -57,8 +57,8 @@ def test_gauges_do_not_depend_on_which_front_end_hears_first(
     logger = stat_logger(config, [0])
     assert logger is not None
     # The engine said it in this order; the first front end was slow.
-    saved, context = StepReport([], [], [], [], 0.0, 17), ContextReport(1, 5)
-    ended, forgotten = StepReport([], [], [], [], 0.0, -17), ContextReport(-1, -5)
+    saved, context = StepReport([], [], [], [], 0.0, 17), StatesReport(1, 5)
+    ended, forgotten = StepReport([], [], [], [], 0.0, -17), StatesReport(-1, -5)
     for front_end, report, held in ((1, ended, forgotten), (0, saved, context)):
         hearing.append(front_end)
         envelope = report.as_connector_output().kv_connector_stats
@@ -70,5 +70,5 @@ def test_gauges_do_not_depend_on_which_front_end_hears_first(
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(tmp_path))
     labels = {"model_name": str(tiny_model()), "engine": "0"}
-    for name in ("saved_blocks", "contexts", "context_held_bytes"):
+    for name in ("saved_blocks", "states", "state_held_bytes"):
         assert registry.get_sample_value(f"vllm:kv_eviction_{name}", labels) == 0

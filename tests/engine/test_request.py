@@ -1,6 +1,5 @@
 """What a worker remembers of its requests, from vLLM's own messages."""
 
-import weakref
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from tests.plans import planned
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.drop.request import LiveRequests, Request
-from vllm_kvselect.engine.notice import StepNotice, Swap
+from vllm_kvselect.engine.notice import Found, StepNotice, Swap
 from vllm_kvselect.planning.cuts import cuts
 
 BLOCK_SIZE = 32
@@ -89,19 +88,15 @@ def test_a_request_is_forgotten_when_it_ends() -> None:
 )
 def test_a_pause_puts_another_progress_in_the_place_of_the_old_one(pause: dict[str, Any]) -> None:
     live = LiveRequests(SERVER, BLOCK_SIZE)
-    live.update(
-        message(("a", 500, {"kv_eviction": "ada-probe"}), ("b", 300, None), ("c", 60, None))
-    )
+    live.update(message(("a", 500, None), ("b", 300, None), ("c", 60, None)))
     assert live.num_saved_blocks == 0
     a, b = (cuts(n, BLOCK_SIZE, SERVER).num_freed(n) for n in (500, 300))
-    numbers = weakref.ref(live["a"].numbers_of_entries())
     for name in "ab":
         complete(live[name])
     assert live.num_saved_blocks == a + b
     before, kept = live["a"], live["b"].progress
     live.update(message(**pause))
     assert live.num_saved_blocks == b
-    assert numbers() is None
     assert live["b"].progress is kept
     assert [live[name].progress.num_made for name in "ab"] == [0, 1]
     live.update(message(("a", 500, None)))  # as the second model runner resumes it
@@ -110,18 +105,24 @@ def test_a_pause_puts_another_progress_in_the_place_of_the_old_one(pause: dict[s
     assert live.num_saved_blocks == 0
 
 
-def test_only_the_scheduler_says_that_a_context_was_found() -> None:
-    live = LiveRequests(EvictionConfig(method="adakv-perturb", budget=64, context=320), BLOCK_SIZE)
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_only_the_scheduler_says_that_a_state_was_found(page_size: int | None) -> None:
+    config = EvictionConfig(method="adakv-perturb", budget=64, context=320)
+    live = LiveRequests(config, BLOCK_SIZE, page_size)
     first = message(("a", 500, None), ("b", 500, None))
     for new in first.scheduled_new_reqs:
         new.num_computed_tokens = 320
-    StepNotice(found={"a": 320}).add_to(first)
-    assert live.update(first) == [live["a"]]
+    StepNotice(found={"a": Found(1, 7)}).add_to(first)
+    begun, key = live.update(first), 7
+    if page_size:
+        per_block = BLOCK_SIZE // page_size
+        key = 7 * per_block + live["a"].plan.cuts[0].first_packed % per_block
+    assert begun == [(live["a"], key)]
     assert [live[name].progress.num_made for name in "ab"] == [1, 0]
     assert [live[name].progress.num_found for name in "ab"] == [320, 0]
     again = message(scheduled_cached_reqs=cached({"a": 0, "b": 320}, "a", "b"))
-    StepNotice(found={"b": 320}).add_to(again)
-    assert live.update(again) == [live["b"]]
+    StepNotice(found={"b": Found(1, 7)}).add_to(again)
+    assert live.update(again) == [(live["b"], key)]
     assert [live[name].progress.num_made for name in "ab"] == [0, 1]
 
 

@@ -169,7 +169,7 @@ def can_be_served(vllm_config: VllmConfig | None, values: dict[str, Any]) -> boo
     return not (vllm_config and asked.enabled and settings_problems(vllm_config, asked))
 
 
-POOL = (0, 20, 64, 128, 512, 0.01, 0.125, 1.0, "chat", "dense", "critiprefill")
+POOL = (0, 20, 64, 128, 512, 0.01, 0.125, 1.0, "dense", "critiprefill")
 VALUES = {
     key: [
         value
@@ -193,7 +193,7 @@ def stock_config() -> VllmConfig:
 def test_what_a_request_asks_for_is_judged_as_a_whole_in_any_order(
     stock_config: VllmConfig, defaults: dict[str, Any], own: dict[str, Any]
 ) -> None:
-    values: dict[str, Any] = {"turn_start": [1], "allow_override": [*OVERRIDE_NAMES]}
+    values: dict[str, Any] = {"allow_override": [*OVERRIDE_NAMES]}
     values["method"] = "adakv-perturb"
     for key, value in defaults.items():
         more = values | {REQUEST_KEYS[key]: value}
@@ -212,26 +212,6 @@ def test_what_a_request_asks_for_is_judged_as_a_whole_in_any_order(
             check_request(engine, {"prompt_token_ids": [1]}, params)
         _, _, key = str(caught.value.parameter).partition(".")
         assert key in own
-
-
-def test_a_context_in_place_of_the_servers_rounds_is_no_contradiction(
-    stock_config: VllmConfig,
-) -> None:
-    server = {"budget": 0.25, "decode_budget": 128}
-    server |= {"allow_override": ["budget", "context", "decode_budget"]}
-    engine = engine_of({"kv_eviction": server}, stock_config)
-    own: dict[str, Any] = {"kv_eviction_context": 500, "kv_eviction_decode_budget": 0}
-    own |= {"kv_eviction_budget": 0.125}
-    check_request(engine, {"prompt_token_ids": [1]}, SamplingParams(extra_args=own))
-    with pytest.raises(
-        RequestRefusedError, match="not accepted with kv_eviction_context"
-    ) as caught:
-        check_request(
-            engine,
-            {"prompt_token_ids": [1]},
-            SamplingParams(extra_args={"kv_eviction_context": 500}),
-        )
-    assert caught.value.parameter == "vllm_xargs.kv_eviction_context"
 
 
 def test_a_prompt_that_grows_while_it_is_served_is_refused() -> None:

@@ -213,6 +213,7 @@ def test_metrics_are_named_by_the_rules_of_prometheus(server: str) -> None:
         "requests",
         "rounds",
         "seconds",
+        "states",
         "tokens",
     }
     for name, kind in ours.items():

@@ -151,7 +151,7 @@ def measure(
         "contexts_found": sum(
             found.value
             for found in llm.get_metrics()
-            if found.name == "vllm:kv_eviction_context_hits"
+            if found.name == "vllm:kv_eviction_state_hits"
         ),
         "async_scheduling": config.scheduler_config.async_scheduling,
         "num_blocks": config.cache_config.num_gpu_blocks,

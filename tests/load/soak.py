@@ -175,7 +175,7 @@ async def _idle(http: httpx.AsyncClient, server: Server) -> dict[str, Any]:
         "requests_remembered": worker["num_requests"],
         "preemptions": metrics["vllm:num_preemptions_total"],
         "prompts_evicted": metrics["vllm:kv_eviction_requests_total"],
-        "contexts_found": metrics["vllm:kv_eviction_context_hits_total"],
+        "contexts_found": metrics["vllm:kv_eviction_state_hits_total"],
         "rounds": metrics["vllm:kv_eviction_rounds_total"],
         "resident_mib": _resident_mib(server.pid),
     }

@@ -306,6 +306,7 @@ def bounded(draw: st.DrawFn) -> tuple[EvictionConfig, int]:
         "budget": draw(st.one_of(st.integers(window + block_size, 200), st.floats(0.2, 0.5))),
         "window": window,
         "prompt_interval": draw(st.integers(shortest, 120)),
+        "least": draw(st.sampled_from((0, 50, 1024))),
         "decode_budget": draw(st.integers(window + block_size, 200)),
         "decode_interval": draw(st.integers(shortest, 120)),
     }
@@ -319,15 +320,21 @@ def test_a_prompt_is_cut_at_multiples_of_its_interval_and_at_its_end(
 ) -> None:
     config, block_size = case
     planned = cuts(prompt_len, block_size, config)
-    entries, step = budget_entries(prompt_len, config), config.prompt_interval
+    step = ceil(config.prompt_interval / block_size) * block_size
     for before, cut in zip([None, *planned], planned, strict=False):
         num_retained = cut.position - cut.first_packed * block_size
         if cut.position < prompt_len:
-            # The budget before the latest interval, and that interval.
+            # The budget of what was seen before the latest interval, and that interval.
             assert cut.position % step == 0
+            entries = budget_entries(cut.position, config)
+            if isinstance(config.budget, float):
+                entries = max(entries, config.least)
             assert entries + step <= num_retained < entries + step + block_size
             assert cut.tail_start == (cut.position - step) // block_size
-        if before is not None:
+            # What follows it does not matter.
+            assert cut in cuts(900, block_size, config)
+        if before is not None and isinstance(config.budget, int):
+            # A fraction grows with what is seen: a cut may free nothing more.
             assert cut.position - before.position <= max(step, config.decode_interval)
     # Without cuts in it, it ends with the same.
     at_end = cuts(prompt_len, block_size, config.model_copy(update={"prompt_interval": 0}))
@@ -383,6 +390,8 @@ def test_pages_smaller_than_blocks_keep_a_page_too_many_at_most_and_free_whole_b
 ) -> None:
     config, page_size = case
     block_size = page_size * per_block
+    whole = ceil(config.prompt_interval / block_size) * block_size
+    config = config.model_copy(update={"prompt_interval": whole})
     planned = cuts(prompt_len, block_size, config, 900 - prompt_len, page_size)
     by_page = {cut.position: cut for cut in cuts(prompt_len, page_size, config, 900 - prompt_len)}
     for before, cut in zip([None, *planned], planned, strict=False):

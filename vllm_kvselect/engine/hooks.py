@@ -128,10 +128,9 @@ def hook_cache_hits() -> None:
         managers = self.coordinator.single_type_managers
         ours = [manager for manager in managers if hasattr(manager, "num_usable")]
         caps = [manager.most_found(request) for manager in ours]
-        if ours and (context := _compressed_context(self, request, max_cache_hit_length)):
+        if ours and (found := _found_state(self, request, max_cache_hit_length)):
             (manager,) = managers
-            length = len(context) * manager.block_size
-            return self.create_kv_cache_blocks((context,)), length, 0
+            return self.create_kv_cache_blocks((found,)), len(found) * manager.block_size, 0
         while num_tokens > (cap := _num_usable(ours, request, min([num_tokens, *caps]))):
             # Looked up again, not cut: a sliding window needs other blocks at another end, and may
             # find less then.
@@ -152,13 +151,13 @@ def _num_usable(managers: list[Any], request: Any, num_tokens: int) -> int:
     return num_tokens
 
 
-def _compressed_context(kv: KVCacheManager, request: Any, max_tokens: int | None) -> list[Any]:
-    """The first blocks of a request whose marked context was compressed before; else none."""
+def _found_state(kv: KVCacheManager, request: Any, max_tokens: int | None) -> list[Any]:
+    """The first blocks of a request whose beginning was compressed before; else none."""
     from vllm_kvselect.engine.scheduler import block_manager
 
-    if not block_manager.shares_contexts(kv, request):
+    if not block_manager.shares_states(kv, request):
         return []
-    return block_manager.headwise_manager(kv).find_context(request, max_tokens)
+    return block_manager.headwise_manager(kv).find_state(request, max_tokens)
 
 
 def hook_requests() -> None:

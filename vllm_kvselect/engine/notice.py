@@ -23,6 +23,18 @@ class Swap(NamedTuple):
     fresh: list[int]
 
 
+class Found(NamedTuple):
+    """A state that a request goes on from.
+
+    Attributes:
+        num_made: Cuts that are made of what it found.
+        first_packed: Id of the first packed block.
+    """
+
+    num_made: int
+    first_packed: int
+
+
 class Load(NamedTuple):
     """A stored context on its way into the cache.
 
@@ -42,15 +54,14 @@ class StepNotice(KVConnectorMetadata):
     Attributes:
         swaps: Requests that make a cut when the step begins. A fresh block may be one that another
             request has just given back: cuts are made in this order.
-        found: Tokens that a request found in a compressed context, by its id; only of those that
-            found one.
+        found: States that requests go on from that begin, by their ids.
         stores: Names under which requests' contexts are stored once they are compressed.
         loads: Stored contexts that are to be read into blocks, by the number of the load.
         dropped: Numbers of loads whose blocks the workers must not write to any more.
     """
 
     swaps: dict[str, Swap] = field(default_factory=dict)
-    found: dict[str, int] = field(default_factory=dict)
+    found: dict[str, Found] = field(default_factory=dict)
     stores: dict[str, str] = field(default_factory=dict)
     loads: dict[int, Load] = field(default_factory=dict)
     dropped: list[int] = field(default_factory=list)

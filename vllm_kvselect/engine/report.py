@@ -12,9 +12,9 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from vllm_kvselect.config import CONFIG_KEY
-from vllm_kvselect.metrics import Contexts, Step
+from vllm_kvselect.metrics import States, Step
 
-_CONTEXTS = f"{CONFIG_KEY}_contexts"
+_STATES = f"{CONFIG_KEY}_states"
 
 
 class StepReport(Step):
@@ -39,17 +39,17 @@ class StepReport(Step):
         return None if found is None else cls(**found)
 
 
-class ContextReport(Contexts):
-    """What the scheduler says of contexts, and how it travels."""
+class StatesReport(States):
+    """What the scheduler says of states, and how it travels."""
 
     def add_to(self, stats: SchedulerStats) -> None:
         """Sends the report along with a step's statistics."""
-        stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), _CONTEXTS: asdict(self)}
+        stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), _STATES: asdict(self)}
 
     @classmethod
-    def take(cls, stats: SchedulerStats) -> "ContextReport | None":
+    def take(cls, stats: SchedulerStats) -> "StatesReport | None":
         """Takes the report out of a step's statistics."""
-        found = _take(stats, _CONTEXTS)
+        found = _take(stats, _STATES)
         return None if found is None else cls(**found)
 
 

@@ -15,7 +15,7 @@ from vllm_kvselect.engine.platforms import (
     tokens_ahead,
 )
 from vllm_kvselect.machine import dtype_name, fast_dtype
-from vllm_kvselect.planning.cuts import Cuts, budget_entries, cuts
+from vllm_kvselect.planning.cuts import Cuts, budget_entries, cuts, whole_interval
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scorers import Pooling
 
@@ -73,12 +73,13 @@ def describe(vllm_config: VllmConfig, eviction: EvictionConfig) -> str:
     planned = _cuts_of_longest(num_tokens, vllm_config, eviction)
     num_freed, rounds = planned.num_freed(num_tokens), ""
     is_late = vllm_config.model_config.is_hybrid  # blocks grow with the states, which are unknown
-    if eviction.prompt_interval and is_late:
+    interval = whole_interval(eviction, block_size)
+    if interval and is_late:
         rounds = f"; drops while it is computed every {eviction.prompt_interval} tokens"
     elif eviction.prompt_interval:
         most = planned.most_held(num_tokens, block_size, tokens_ahead(vllm_config))
         rounds = (
-            f"; drops while it is computed every {eviction.prompt_interval} tokens, so that it "
+            f"; drops while it is computed every {interval} tokens, so that it "
             f"never holds more than {most} blocks, {most * num_mib:.1f} MiB"
         )
     if eviction.decode_budget:
@@ -154,9 +155,7 @@ def why_nothing_is_dropped(vllm_config: VllmConfig, eviction: EvictionConfig) ->
 
 
 def _cuts_of_longest(num_tokens: int, vllm_config: VllmConfig, eviction: EvictionConfig) -> Cuts:
-    """The cuts in the longest prompt, or in the longest chat."""
-    if eviction.context == "chat":
-        eviction = eviction.model_copy(update={"context": num_tokens})
+    """The cuts in the longest prompt."""
     block_size, page_size = vllm_config.cache_config.block_size, page_size_of(vllm_config)
     return cuts(num_tokens, block_size, eviction, page_size=page_size)
 

@@ -117,7 +117,7 @@ class CutCheck:
     def _dropped(self, now: Snapshot) -> Dropped:
         before, after = (
             Dropped(int(each["requests"]), int(each["freed_blocks"]))
-            + Dropped(int(each["context_hits"]), int(each["context_blocks"]))
+            + Dropped(int(each["state_hits"]), int(each["state_blocks"]))
             for each in (self._before.eviction, now.eviction)
         )
         return Dropped(after.prompts - before.prompts, after.blocks - before.blocks)

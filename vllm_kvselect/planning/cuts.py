@@ -110,17 +110,19 @@ class Cuts(tuple[Cut, ...]):
         """Tokens that are computed before anything is dropped. There must be a cut."""
         return self[0].position
 
-    def most_found(self, block_size: int, window: int) -> int:
-        """Tokens that a request may take from the prefix cache at most, before its first cut.
+    def most_found(self, block_size: int, window: int, num_made: int = 0) -> int:
+        """Tokens that a request may take from the prefix cache at most, before its next cut.
 
         A block and all queries that the cut looks through are left to be computed: so cuts are made
-        of requests that run. There must be a cut.
+        of requests that run. There must be a cut that is not made.
 
         Args:
             block_size: Tokens per block.
             window: Tokens before the cut that it looks through.
+            num_made: Cuts that are made of what is found.
         """
-        blocks = min(self[0].position // block_size - 1, (self[0].position - window) // block_size)
+        position = self[num_made].position
+        blocks = min(position // block_size - 1, (position - window) // block_size)
         return max(0, blocks) * block_size
 
     def most_held(self, num_tokens: int, block_size: int, num_ahead: int = 0) -> int:
@@ -149,15 +151,16 @@ def cuts(
 
     One lies at the prompt's end or, where a context is marked, at the last block border in it that
     at least one token of the prompt follows: so the request goes on, and the cut is made. With
-    a `prompt_interval`, others lie before it at every multiple: they retain the whole budget of
-    what stands before the latest interval, which is left as it is.
+    a `prompt_interval`, in whole blocks, others lie before it at every multiple: they retain the
+    budget of what stands before the latest interval, which is left as it is. What they retain does
+    not depend on what follows: a fraction is one of the tokens before the cut.
     Rounds follow at every `decode_interval` tokens past the prompt, as soon as there is more than
     the `decode_budget`.
 
     Args:
         num_prompt_tokens: Length of the prompt in tokens.
         block_size: Tokens per block.
-        config: The request's configuration; only `method`, `budget`, `window`, `context`,
+        config: The request's configuration; only `method`, `budget`, `least`, `window`, `context`,
             `prompt_interval`, `decode_budget` and `decode_interval` matter here.
         max_tokens: Tokens that the request may generate.
         page_size: Entries per page, of which a block has one or several; None for one.
@@ -169,13 +172,14 @@ def cuts(
         return Cuts()
     end = num_prompt_tokens
     if config.context is not None:
-        assert config.context != "chat"  # `turns.with_context` has put a number there
         end = min(config.context, num_prompt_tokens - 1) // block_size * block_size
-    entries, step = budget_entries(end, config), config.prompt_interval
     # A position, the latest tokens that do not compete there, and the entries retained with them.
-    in_prompt = range(step, end, step) if step else ()
-    wanted = [(position, step, entries + step) for position in in_prompt]
-    wanted.append((end, config.window, entries))
+    wanted = []
+    if step := whole_interval(config, block_size):
+        for position in range(step, end, step):
+            entries = max(least_entries(config), budget_entries(position, config))
+            wanted.append((position, step, entries + step))
+    wanted.append((end, config.window, budget_entries(end, config)))
     if config.decode_budget:
         begin, step = num_prompt_tokens, config.decode_interval
         of_rounds = range(begin + step, begin + max_tokens, step)
@@ -233,6 +237,16 @@ def _cut_at(
     return cut if cut.num_freed > 0 else None
 
 
+def whole_interval(config: EvictionConfig, block_size: int) -> int:
+    """The `prompt_interval` in tokens: whole blocks, so that what is cut there can be found."""
+    return ceil(config.prompt_interval / block_size) * block_size
+
+
+def least_entries(config: EvictionConfig) -> int:
+    """Entries that cuts in a prompt retain at least: a number is taken at its word."""
+    return config.least if isinstance(config.budget, float) else 0
+
+
 def budget_entries(num_prompt_tokens: int, config: EvictionConfig) -> int:
     """Returns the budget of a prompt in entries per KV head per layer."""
     if isinstance(config.budget, float):
@@ -257,7 +271,8 @@ def most_blocks(
     whole = ceil(max_tokens / block_size)
     if not (config.enabled and config.prompt_interval and config.decode_budget):
         return whole
-    entries, step = budget_entries(max_tokens, config), config.prompt_interval
+    step = whole_interval(config, block_size)
+    entries = max(least_entries(config), budget_entries(max_tokens, config))
     of_rounds = max(entries, config.decode_budget) + config.decode_interval
     # A cut in a prompt leaves the budget and an interval.
     at_once = max(entries + 2 * step, of_rounds) + num_ahead

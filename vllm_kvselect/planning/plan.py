@@ -8,7 +8,6 @@ from functools import cached_property
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.planning.cuts import Cut, Cuts, cuts
 from vllm_kvselect.planning.segments import Segments, sparse_segments
-from vllm_kvselect.planning.turns import with_context
 from vllm_kvselect.request import Sampling, planned_config
 
 
@@ -31,7 +30,7 @@ class Plan:
     @property
     def has_context(self) -> bool:
         """Whether entries of a marked context are dropped."""
-        return bool(self.cuts) and self.settings.context is not None
+        return self.settings.context is not None and self.num_states > 0
 
     # Asked for each request in every step, so what never changes is worked out once.
 
@@ -40,11 +39,16 @@ class Plan:
         """Cuts that lie in the prompt, its end included."""
         return self.cuts.num_made(self.num_prompt_tokens)
 
+    @cached_property
+    def num_states(self) -> int:
+        """Cuts inside the prompt: what they retain depends on the tokens before them alone."""
+        return self.cuts.num_made(self.num_prompt_tokens - 1)
+
     @property
     def context_cut(self) -> Cut:
-        """The cut at a marked context's end, after which nothing is dropped any more."""
+        """The cut at a marked context's end."""
         assert self.has_context
-        return self.cuts[-1]
+        return self.cuts[self.num_states - 1]
 
     @property
     def is_stock(self) -> bool:
@@ -82,7 +86,7 @@ def plan(
     Returns:
         The plan.
     """
-    settings = with_context(planned_config(server, params), token_ids, block_size, page_size)
+    settings = planned_config(server, params)
     max_tokens = (params.max_tokens if params is not None else None) or 0
     made = cuts(num_prompt_tokens, block_size, settings, max_tokens, page_size)
     segments = sparse_segments(num_prompt_tokens, made, settings)

@@ -5,7 +5,6 @@ A step's tensors are gone after it, and scorers need some of them later. There a
 moves with it from cut to cut.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -113,17 +112,3 @@ class LastQueries:
         if position != end:
             raise LookupError(f"the queries of tokens {position} to {end} were not kept")
         return parts
-
-
-@dataclass
-class EntryNumbers:
-    """The score of each packed entry, which moves with it from cut to cut.
-
-    Attributes:
-        packed: The scores in all layers: layer by layer, head by head, as the entries lie in their
-            blocks, `[n]`; None before the first cut.
-        num_scored: Tokens of the request that are scored.
-    """
-
-    packed: torch.Tensor | None = None
-    num_scored: int = 0

@@ -16,7 +16,6 @@ from vllm_kvselect.engine.refusal import notes_refusals
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.worker import EvictionWorker
 from vllm_kvselect.kernels.base import Kernels
-from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.value_norms import side_by_side
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
@@ -121,11 +120,8 @@ class EvictionGPUWorker(EvictionWorker, Worker):
         if config.compilation_config.cudagraph_mode.has_full_cudagraphs():
             largest = config.compilation_config.max_cudagraph_capture_size or 0
             num_rows = min(largest, max_num_seqs)
-        num_sums = 0
-        if any(METHODS[method].scorer.keeps_scores for method in self._methods()):
-            num_sums = available // spec.page_size_bytes * spec.num_kv_heads * spec.block_size
         num_windows = min(max_num_seqs, available // (held + window))
-        return num_windows * window + num_rows * token + 4 * num_sums
+        return num_windows * window + num_rows * token + self._bytes_of_numbers(available)
 
 
 def _of_a_page(spec: HeadwiseSpec) -> HeadwiseSpec:

@@ -23,7 +23,6 @@ from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.scoring.held import Held, HeldLayer, Paged
 from vllm_kvselect.scoring.inputs import ScoringInputs
-from vllm_kvselect.scoring.memory import EntryNumbers
 from vllm_kvselect.selecting.ranking import Candidates
 
 
@@ -99,8 +98,11 @@ class Drop:
         # [num_layers * num_kv_heads + 1] -> [num_layers, num_kv_heads + 1], ends shared
         offsets = retention.offsets.unfold(1, num_kv_heads + 1, num_kv_heads)
         num_choosing = self._state.num_choosing
-        self._keep_numbers(candidates, retention)
-        self._move(retention.retained, slice(0, num_choosing))
+        choosing = slice(0, num_choosing)
+        if self._are_numbers_read_again:
+            kept = candidates.scores.flatten()[retention.retained]
+            self._state.keep_numbers(self._packed_blocks(choosing), kept)
+        self._move(retention.retained, choosing)
         if self._state.followed:
             retained, of_followers = self._follow(candidates, retention)
             self._move(retained, slice(num_choosing, self._state.num_layers))
@@ -126,21 +128,16 @@ class Drop:
         """What the requests hold in the layers that choose."""
         columns, choosing = self.columns, slice(0, self._state.num_choosing)
         num_absent = columns.num_absent[:, choosing].flatten(0, 1)
-        memories = [each.numbers_of_entries() for each in self.requests]
-        numbers, fresh, positions = None, columns.num_missing, [0] * len(memories)
-        if memories[0] is not None:
+        numbers, fresh, positions = None, columns.num_missing, [0] * len(self.requests)
+        if self.requests[0].method.scorer.keeps_scores:
             fresh = columns.num_packed
-            positions = [each.num_scored for each in memories if each is not None]
-            known = [each.packed for each in memories if each is not None]
-            if any(part is not None for part in known):
-                ends = async_tensor_h2d(np.array(fresh, np.int64), self._device)
-                places = torch.arange(columns.num_competing, device=self._device)
-                is_known = (places >= columns.num_absent[:, choosing, :, None]) & (
-                    places < ends[:, None, None, None]
-                )
-                parts = torch.cat([part for part in known if part is not None])
-                numbers = parts.new_zeros(is_known.shape).masked_scatter_(is_known, parts)
-                numbers = numbers.flatten(0, 1)
+            made = [request.last_cut for request in self.requests]
+            positions = [cut.tail_start * self._block_size if cut else 0 for cut in made]
+            if any(made):
+                assert self._state.numbers is not None
+                num_pages = columns.num_competing // self._block_size
+                pages = columns.pages[:, choosing, :, :num_pages].flatten(0, 1)
+                numbers = self._state.numbers[pages].flatten(2)
         return Held(
             self._layers,
             columns.pages[:, choosing].flatten(0, 1),
@@ -182,28 +179,27 @@ class Drop:
                 alone, ascending, `[n]` int64.
             layers: The layers.
         """
+        packed_blocks = self._packed_blocks(layers)
+        pages = self.columns.pages[:, layers].flatten(0, 2)
+        self._layers[0].move(pages, retained, self.columns.num_competing, packed_blocks)
+
+    def _packed_blocks(self, layers: slice) -> torch.Tensor:
+        """The fresh blocks of some layers in the memory of all, request by request."""
         places = np.arange(layers.start, layers.stop)[:, None] * len(self._state.offsets)
         blocks = [
             (places + np.array(request.progress.swap.fresh)).ravel() for request in self.requests
         ]
-        packed_blocks = async_tensor_h2d(np.concatenate(blocks), self._device)
-        pages = self.columns.pages[:, layers].flatten(0, 2)
-        self._layers[0].move(pages, retained, self.columns.num_competing, packed_blocks)
+        return async_tensor_h2d(np.concatenate(blocks), self._device)
 
-    def _keep_numbers(self, candidates: Candidates, retention: Retention) -> None:
-        """Lets the scores of what is retained move with it, where later cuts need them."""
-        if self.requests[0].progress.numbers is None:
-            return
-        cuts = [*zip(self.requests, self.cuts, strict=True)]
-        is_last = [cut is request.plan.cuts[-1] for request, cut in cuts]
-        parts: Sequence[torch.Tensor | None] = [None] * len(cuts)
-        if not all(is_last):
-            kept = candidates.scores.flatten()[retention.retained]
-            per_block = self._state.num_choosing * self._state.num_kv_heads * self._block_size
-            parts = kept.split([cut.num_packed * per_block for cut in self.cuts])
-        for (request, cut), part, ends in zip(cuts, parts, is_last, strict=True):
-            num_scored = cut.tail_start * self._block_size
-            request.progress.numbers = None if ends else EntryNumbers(part, num_scored)
+    @property
+    def _are_numbers_read_again(self) -> bool:
+        """Whether another cut of a request, or of one that goes on from its state, reads them."""
+        if self._state.numbers is None or not self.requests[0].method.scorer.keeps_scores:
+            return False
+        return any(
+            cut is not request.plan.cuts[-1] or request.progress.num_made < request.plan.num_states
+            for request, cut in zip(self.requests, self.cuts, strict=True)
+        )
 
     def _follow(
         self, candidates: Candidates, retention: Retention

@@ -11,11 +11,11 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.drop.arriving import Arriving
 from vllm_kvselect.engine.drop.key_blocks import SparsePrefill
-from vllm_kvselect.engine.notice import StepNotice, Swap
+from vllm_kvselect.engine.notice import Found, StepNotice, Swap
 from vllm_kvselect.planning.cuts import Cut
 from vllm_kvselect.planning.plan import Plan, plan
 from vllm_kvselect.registry import METHODS, Method
-from vllm_kvselect.scoring.memory import EntryNumbers, LastQueries
+from vllm_kvselect.scoring.memory import LastQueries
 from vllm_kvselect.selecting.ranking import Candidates
 
 
@@ -26,10 +26,8 @@ class Progress:
     Attributes:
         serial: No other progress has it.
         num_made: Cuts that are made: what they retain is packed.
-        num_found: Tokens that came with a compressed context, 0 if it found none.
+        num_found: Tokens that came with a state, 0 if it found none.
         queries: The queries that its next drops look through.
-        numbers: What its method remembers of each entry; None before its first cut, and once
-            nothing needs it any more.
         longest_run: The most packed pages that a head of a layer has; None before the first cut.
         swap: The kernel blocks of the cut that is due, or was made last.
         sparse: What is kept for sparse segments while these are computed.
@@ -40,7 +38,6 @@ class Progress:
     num_made: int = 0
     num_found: int = 0
     queries: LastQueries = field(default_factory=LastQueries)
-    numbers: EntryNumbers | None = None
     longest_run: Arriving | None = None
     swap: Swap = field(default_factory=lambda: Swap([], []))
     sparse: SparsePrefill | None = None
@@ -104,16 +101,10 @@ class Request:
     def num_saved_blocks(self) -> int:
         """Blocks that it would hold as well if nothing had been dropped.
 
-        None if it found its context: these blocks would be another's, and are counted there.
+        None if it found a state: these blocks would be another's, and are counted there.
         """
         cut = self.last_cut
         return 0 if cut is None or self.progress.num_found else cut.num_freed
-
-    def numbers_of_entries(self) -> EntryNumbers | None:
-        """Its entries' numbers, made when they are first asked for; None for most methods."""
-        if self.progress.numbers is None and self.method.scorer.keeps_scores:
-            self.progress.numbers = EntryNumbers()
-        return self.progress.numbers
 
     def pause(self) -> None:
         """Forgets how far it has come: its blocks are gone, or it has none yet."""
@@ -121,17 +112,16 @@ class Request:
         sparse = None if segments is None else SparsePrefill(segments)
         self.progress, self.num_computed = Progress(sparse=sparse), 0
 
-    def begin(self, num_computed: int, num_found: int) -> None:
+    def begin(self, num_computed: int, found: Found | None) -> None:
         """Begins, for the first time or again, with what the scheduler found for it.
 
         Args:
             num_computed: Tokens that are computed already.
-            num_found: Those of them that came with a compressed context.
+            found: The state that they came with, if any.
         """
-        # A context is found whole: all cuts in it are made, and none follows.
         self.pause()
-        self.progress.num_made = len(self.plan.cuts) if num_found else 0
-        self.progress.num_found = num_found
+        if found is not None:
+            self.progress.num_made, self.progress.num_found = found.num_made, num_computed
         self.come_to(num_computed)
 
     def come_to(self, num_computed: int) -> None:
@@ -194,11 +184,11 @@ class LiveRequests:
         """A request; one that drops nothing for the rows of a dummy batch."""
         return self._stock if request_id is None else self._requests.get(request_id, self._stock)
 
-    def update(self, scheduled: SchedulerOutput) -> list[Request]:
+    def update(self, scheduled: SchedulerOutput) -> list[tuple[Request, int]]:
         """Takes over what a step's message says of requests that end, pause and begin.
 
         Returns:
-            Those that begin with a context that was compressed before.
+            Those that go on from a state, each with the id of its first packed kernel block.
         """
         for request_id in scheduled.finished_req_ids:
             self._requests.pop(request_id, None)
@@ -206,7 +196,7 @@ class LiveRequests:
         for request_id in scheduled.preempted_req_ids or ():
             if request_id in self._requests:
                 self._requests[request_id].pause()
-        notice, begun = StepNotice.of(scheduled), []
+        notice = StepNotice.of(scheduled)
         found, stores = notice.found, notice.stores
         for new in scheduled.scheduled_new_reqs:
             # One that was preempted may come as new again: it is still the same request.
@@ -214,9 +204,8 @@ class LiveRequests:
                 self._requests[new.req_id] = Request(self._plan(new))
                 self._unseen.add(new.req_id)
             request = self._requests[new.req_id]
-            num_found, request.stored_as = found.get(new.req_id, 0), stores.get(new.req_id)
-            request.begin(new.num_computed_tokens, num_found)
-            begun.append(request)
+            request.stored_as = stores.get(new.req_id)
+            request.begin(new.num_computed_tokens, found.get(new.req_id))
         cached = scheduled.scheduled_cached_reqs
         for request_id, num_computed in zip(
             cached.req_ids, cached.num_computed_tokens, strict=True
@@ -226,12 +215,14 @@ class LiveRequests:
                 continue
             if request_id in cached.resumed_req_ids:
                 known.stored_as = stores.get(request_id)
-                known.begin(num_computed, found.get(request_id, 0))
-                begun.append(known)
+                known.begin(num_computed, found.get(request_id))
             else:
                 known.come_to(num_computed)
         self.due = [self._take_swap(*each) for each in notice.swaps.items()]
-        return [request for request in begun if request.progress.num_found]
+        return [
+            (request := self._requests[name], self._first_kernel_block(request, each.first_packed))
+            for name, each in found.items()
+        ]
 
     def take_new_plans(self) -> dict[str, str]:
         """Fingerprints of the plans of requests that are new since this was last called."""
@@ -257,6 +248,11 @@ class LiveRequests:
         given_back, fresh = map(self._kernel_blocks, swap)
         request.progress.swap = Swap(given_back, fresh[-request.due_cut.num_packed :])
         return request
+
+    def _first_kernel_block(self, request: Request, block_id: int) -> int:
+        """The first packed kernel block of a request, which lies in a block of its table."""
+        assert request.last_cut is not None
+        return block_id * self.per_block + request.last_cut.first_packed % self.per_block
 
     def _kernel_blocks(self, block_ids: list[int]) -> list[int]:
         parts = self.per_block

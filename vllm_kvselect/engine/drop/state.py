@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvselect.engine.drop.arriving import Arriving
 from vllm_kvselect.engine.drop.following import followed_layers
 from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.engine.drop.stopwatch import stopwatch
+from vllm_kvselect.paging.compaction import head_pages
 from vllm_kvselect.planning.cuts import Cut
 
 
@@ -37,6 +40,10 @@ class RetentionState:
     serves all requests that share a context, and dies with the block. Block 0, vLLM's null block,
     keeps offsets of 0: no packed pages.
 
+    `numbers` are what entries were scored by when they were packed, page by page as keys are, `[
+    num_pages, block_size]` float32, of the layers that choose; None where no cut reads them again.
+    They move with the entries, and so serve whoever goes on from them.
+
     `stopwatch` times cuts, `estimate_stopwatch` the choice of blocks that sparse segments read.
     `completed` lists the cuts that were made for the
     first time since the worker last took it, for its report. `version` counts changes of the
@@ -48,6 +55,8 @@ class RetentionState:
         num_kv_heads: KV heads on this rank.
         device: Where keys and values are.
         num_following: Layers at the group's end that choose nothing themselves: a drafter's.
+        per_block: Kernel blocks of a block of the scheduler's.
+        page_size: Entries of a page whose numbers are kept; 0 for none.
         per_block: Kernel blocks of a block.
 
     Attributes:
@@ -63,6 +72,7 @@ class RetentionState:
         device: torch.device | str = "cpu",
         num_following: int = 0,
         per_block: int = 1,
+        page_size: int = 0,
     ) -> None:
         self.per_block = per_block
         self.num_layers, self.num_kv_heads = num_layers, num_kv_heads
@@ -71,6 +81,10 @@ class RetentionState:
         self.offsets = torch.zeros(
             num_blocks, num_layers, num_kv_heads + 1, dtype=torch.int32, device=device
         )
+        self.numbers: torch.Tensor | None = None
+        if page_size:
+            num_pages = self.num_choosing * num_blocks * num_kv_heads
+            self.numbers = torch.zeros(num_pages, page_size, device=device)
         self.stopwatch, self.estimate_stopwatch = (stopwatch(self.offsets.device) for _ in range(2))
         self.num_evicted = 0
         self.version = 0
@@ -85,6 +99,31 @@ class RetentionState:
         """
         self.offsets[keys] = offsets.to(self.offsets.dtype)
         self.version += 1
+
+    def keep_numbers(self, packed_blocks: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Remembers the numbers of packed entries.
+
+        Args:
+            packed_blocks: Their blocks in the memory of all layers, `[n]` int64.
+            numbers: Those of the entries in their order, `[n * num_kv_heads * block_size]`.
+        """
+        assert self.numbers is not None
+        pages = head_pages(packed_blocks, self.num_kv_heads).T.flatten()
+        self.numbers[pages] = numbers.view(len(pages), -1).to(self.numbers.dtype)
+
+    def go_on(self, found: Sequence[tuple[Request, int]]) -> None:
+        """Takes note of how many pages is packed of what requests go on from.
+
+        Args:
+            found: Requests, each with the id of its first packed block.
+        """
+        found = [(request, key) for request, key in found if request.next_cut is not None]
+        if found:
+            keys = async_tensor_h2d(
+                np.array([key for _, key in found], np.int64), self.offsets.device
+            )
+            for (request, _), run in zip(found, self._longest_runs(keys), strict=True):
+                request.progress.longest_run = run
 
     def clear(self) -> None:
         """Forgets everything: the state is as new."""
@@ -108,7 +147,7 @@ class RetentionState:
         """
         longest_runs: Sequence[Arriving | None] = [None] * len(made)
         if any(cut is not request.plan.cuts[-1] for request, cut in made):
-            longest_runs = Arriving.each(self.offsets[keys].diff(dim=-1).amax((1, 2)))
+            longest_runs = self._longest_runs(keys)
         for (request, cut), longest_run in zip(made, longest_runs, strict=True):
             self.num_evicted += request.completes_prompt(cut)
             if request.progress.num_made >= request.num_reported:
@@ -118,3 +157,7 @@ class RetentionState:
                 self.completed.append(Made(request, cut, freed, dropped))
                 request.num_reported = request.progress.num_made + 1
             request.complete_cut(cut, None if cut is request.plan.cuts[-1] else longest_run)
+
+    def _longest_runs(self, keys: torch.Tensor) -> list[Arriving]:
+        """The most packed pages that a head has, for each first packed block."""
+        return Arriving.each(self.offsets[keys].diff(dim=-1).amax((1, 2)))

@@ -7,7 +7,7 @@ points of patches/0001 at which vLLM would call a plugin.
 import argparse
 from typing import Any
 
-from vllm.config import ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import SchedulerConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_kvselect.config import CONFIG_KEY, ConfigError, EvictionConfig, with_a_method
@@ -15,7 +15,6 @@ from vllm_kvselect.engine import refusal
 from vllm_kvselect.engine import start_up as report
 from vllm_kvselect.engine.cuda.backends import choose_backend, log_backend
 from vllm_kvselect.engine.frontend import auto
-from vllm_kvselect.engine.frontend.chat_template import turn_start
 from vllm_kvselect.engine.frontend.checks import refuse_unsupported
 from vllm_kvselect.engine.frontend.options import add_cli_args as add_cli_args
 from vllm_kvselect.engine.frontend.options import given_options
@@ -159,7 +158,6 @@ def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
     if auto.is_auto(with_a_method(engine_args.additional_config[CONFIG_KEY])):
         eviction, choice = auto.choose(vllm_config, eviction)
     refuse_unsupported(vllm_config, eviction)
-    eviction = with_turn_start(vllm_config.model_config, eviction)
     vllm_config.additional_config[CONFIG_KEY] = eviction.model_dump()
     here = PLATFORMS[platform_name()]
     vllm_config.parallel_config.worker_cls = here.worker
@@ -170,26 +168,6 @@ def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
     choose_scheduler(vllm_config.scheduler_config, eviction)
     report.log_start(vllm_config, eviction, choice)
     refusal.expect_note(vllm_config)
-
-
-def with_turn_start(model_config: ModelConfig, eviction: EvictionConfig) -> EvictionConfig:
-    """Notes how users' turns begin, where chats are contexts or a request may ask for it.
-
-    Args:
-        model_config: vLLM's configuration of the model.
-        eviction: The validated configuration.
-
-    Raises:
-        ConfigError: If chats are contexts by default, and the model's template does not say.
-    """
-    if not eviction.may_share or eviction.turn_start:
-        return eviction
-    try:
-        return eviction.model_copy(update={"turn_start": turn_start(model_config)})
-    except ConfigError:
-        if eviction.context == "chat":
-            raise
-        return eviction
 
 
 def choose_scheduler(scheduling: SchedulerConfig, eviction: EvictionConfig) -> None:

@@ -14,7 +14,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_kvselect.engine.frontend.arguments import server_config
 from vllm_kvselect.engine.platforms import block_size_of, page_size_of
-from vllm_kvselect.engine.report import ContextReport, StepReport
+from vllm_kvselect.engine.report import StatesReport, StepReport
 from vllm_kvselect.engine.start_up import block_bytes, block_entries
 from vllm_kvselect.metrics import METRICS, PREFIX, Sizes
 from vllm_kvselect.request import REFUSAL_REASONS, RefusalReason
@@ -63,7 +63,7 @@ class EvictionStatLogger(AggregateStatLoggerBase):
         """Records the reports of a step, if there are any."""
         if scheduler_stats is None:
             return
-        if (held := ContextReport.take(scheduler_stats)) is not None:
+        if (held := StatesReport.take(scheduler_stats)) is not None:
             self._record(held, engine_idx)
         if (report := StepReport.take(scheduler_stats)) is not None:
             self._num_saved[engine_idx] += report.num_more_saved
@@ -74,7 +74,7 @@ class EvictionStatLogger(AggregateStatLoggerBase):
                 0 if is_idle else self._num_saved[engine_idx]
             )
 
-    def _record(self, report: StepReport | ContextReport, engine_idx: int) -> None:
+    def _record(self, report: StepReport | StatesReport, engine_idx: int) -> None:
         for name, of_engines in self._metrics.items():
             metric = METRICS[name]
             if metric.of is None or not isinstance(report, metric.of):

@@ -72,13 +72,6 @@ def check_request(engine: Any, prompt: Any, params: Any) -> None:
         eviction = request_config(server, extra_args)
         others = {k: v for k, v in (extra_args or {}).items() if k not in REQUEST_KEYS}
         refuse_stray_settings(others, _settings(engine), is_field=False)
-        if eviction.context == "chat" and not server.turn_start:
-            raise RequestError(
-                "the model's chat template does not say how a user's turn begins; mark the context "
-                "by its number of tokens",
-                "kv_eviction_context",
-                "unsupported",
-            )
         if eviction.enabled and eviction != server:
             _refuse_unsupported(engine.vllm_config, eviction, extra_args or {})
         _refuse_media(engine.vllm_config, eviction, prompt)

@@ -1,10 +1,11 @@
 """The scheduler's side of cuts, in vLLM's block vocabulary."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
 from typing import Any, NamedTuple, Protocol
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
     MambaManager,
@@ -14,10 +15,11 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.notice import Swap
-from vllm_kvselect.engine.scheduler.contexts import ContextNames, Held
+from vllm_kvselect.engine.notice import Found, Swap
 from vllm_kvselect.engine.scheduler.loads import ContextLoads
+from vllm_kvselect.engine.scheduler.salted_hashes import salt_hashes
 from vllm_kvselect.engine.scheduler.sparse_names import sparse_names
+from vllm_kvselect.engine.scheduler.states import Held, StateNames, salts_of
 from vllm_kvselect.engine.store.identity import StoreIdentity
 from vllm_kvselect.planning.cuts import Cut
 from vllm_kvselect.planning.plan import Plan, plan
@@ -63,8 +65,8 @@ class PlannedManager(SingleTypeKVCacheManager):
     """What the managers of all groups share: cuts of requests, and what may be hashed of them.
 
     A request without cuts is treated as vLLM treats it. Every request is planned with its own
-    settings. Nothing is hashed that is computed once entries are dropped: whoever found it would
-    read other entries than its own.
+    settings. What is computed once entries are dropped is hashed up to the first cut that leaves
+    no state: whoever finds it reads the same entries.
 
     Args:
         kv_cache_spec: The group's spec, with the eviction configuration.
@@ -72,7 +74,11 @@ class PlannedManager(SingleTypeKVCacheManager):
 
     Attributes:
         sizes: What requests are planned with.
+        shares_states: Whether what cuts inside prompts leave is found by others. Layers beside
+            those that drop entries have blocks of their own, which are not kept for it.
     """
+
+    shares_states = False
 
     def __init__(self, kv_cache_spec: SpecWithEviction, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
@@ -98,12 +104,14 @@ class PlannedManager(SingleTypeKVCacheManager):
         return known.plan
 
     def name_blocks(self, request: Request) -> None:
-        """Renames the blocks that a sparse prefill computes; called once, before it is scheduled.
+        """Renames the blocks that are not as in stock; called once, before it is scheduled.
 
         Args:
             request: A new request.
         """
         made = self.plan_of(request)
+        if self.shares_states:
+            salt_hashes(request, salts_of(made, self.block_size))
         if made.segments is not None and request.block_hashes:
             request.block_hashes = sparse_names(
                 request.block_hashes,
@@ -125,11 +133,12 @@ class PlannedManager(SingleTypeKVCacheManager):
         By default vLLM hashes of a sliding window only what the same prompt needs to resume just
         before its end, and may do so of states. With cuts it resumes before the first one.
         """
-        if request_cuts := self.plan_of(request).cuts:
-            # Blocks that took the places of others must not get the names of these.
-            if request.num_computed_tokens >= request_cuts.first_position:
+        made = self.plan_of(request)
+        if (last := self._last_position(made)) is not None:
+            if request.num_computed_tokens >= last:
                 return
-            num_tokens = min(num_tokens, request_cuts.first_position)
+            num_tokens = min(num_tokens, last)
+        if made.cuts:
             replay_boundaries = (*replay_boundaries, self.most_found(request))
         if self._num_hashed_before is not None:
             num_hashed = self.num_cached_block.get(request.request_id, 0)
@@ -141,8 +150,16 @@ class PlannedManager(SingleTypeKVCacheManager):
             replay_boundaries=replay_boundaries,
         )
 
+    def _last_position(self, made: Plan) -> int | None:
+        """Tokens up to which a request's blocks are hashed; None for all.
+
+        From there on they can be read by none but the request.
+        """
+        num_states = made.num_states if self.shares_states else 0
+        return made.cuts[num_states].position if num_states < len(made.cuts) else None
+
     def most_found(self, request: Request) -> int:
-        """Tokens that a request may take from the prefix cache at most.
+        """Tokens that a request may take from the prefix cache at most, before its first cut.
 
         A multiple of the block size, or all tokens without a cut.
         """
@@ -173,9 +190,8 @@ class PlannedManager(SingleTypeKVCacheManager):
         num_computed = (self._num_hashed_before or {}).pop(request_id, None)
         if num_computed is not None:
             end = len(table)
-            if planned and planned.plan.cuts:
-                # Others are hashed, if at all, by `ContextNames`.
-                end = planned.plan.cuts.first_position // self.block_size
+            if planned and (last := self._last_position(planned.plan)) is not None:
+                end = last // self.block_size
             self.block_pool.evict_blocks({block.block_id for block in table[num_computed:end]})
         return super().pop_blocks_for_free(request_id)
 
@@ -183,15 +199,16 @@ class PlannedManager(SingleTypeKVCacheManager):
 class HeadwiseManager(PlannedManager, FullAttentionManager):
     """Swaps blocks at cuts: gives back all that are before the tail, and takes fresh ones to pack.
 
-    Blocks of the prompt are given back as they are, with their names. Of what is packed, and of
-    what is computed after it, only a marked context's is found by others.
+    Blocks of the prompt are given back as they are, with their names. What is packed inside a
+    prompt gets names, too, under which others find it.
 
     Args:
         kv_cache_spec: The group's spec, with the eviction configuration.
         **kwargs: vLLM's own arguments.
 
     Attributes:
-        found: Tokens that requests found in a compressed context when they last looked, by id.
+        names: Names of states.
+        found: States that requests found when they last looked, by id.
         loads: Contexts on their way from a folder; None without one.
         num_ahead: As of `Cuts.most_held`.
     """
@@ -200,57 +217,69 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
 
     def __init__(self, kv_cache_spec: SpecWithStore, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
-        self._names = ContextNames(self.block_pool, self.kv_cache_group_id, self.block_size)
-        # Of the step that is being scheduled: its cuts, and requests whose contexts these pack.
+        self.names = StateNames(self.block_pool, self.kv_cache_group_id, self.block_size)
+        # Of the step that is being scheduled: its cuts, and which states of requests these leave.
         self._swaps: dict[str, Swap] = {}
-        self._packed_now: set[str] = set()
-        self.found: dict[str, int] = {}
+        self._packed_now: dict[str, int] = {}
+        self._named_now: dict[str, int] = {}
+        # Blocks of what a newer state stands for, oldest first, with their names.
+        self._superseded: dict[int, tuple[KVCacheBlock, BlockHashWithGroupId]] = {}
+        self.found: dict[str, Found] = {}
         self.loads: ContextLoads | None = None
         if (store := kv_cache_spec.store) is not None:
-            self.loads = ContextLoads(self.eviction, store, self.block_pool, self._names)
+            self.loads = ContextLoads(self.eviction, store, self.block_pool, self.names)
 
-    def context_of(self, request: Request) -> BlockHash | None:
-        """The name of a request's compressed context, by which others find it; None without one."""
-        made = self.plan_of(request)
-        if not made.has_context:
-            return None
-        return self._names.first_name(request, made)
-
-    def has_context(self, request: Request) -> bool:
-        """Whether the compressed context that a request marks is there to be read."""
-        return self._names.is_there(request, self.plan_of(request))
-
-    def find_context(self, request: Request, max_tokens: int | None = None) -> list[KVCacheBlock]:
-        """Finds what an earlier request left of a request's compressed context.
+    def find_state(self, request: Request, max_tokens: int | None = None) -> list[KVCacheBlock]:
+        """Finds what an earlier request left of a request's beginning.
 
         Args:
             request: The request about to be scheduled, which takes what is found.
             max_tokens: Tokens that it may take; None for any.
 
         Returns:
-            The first blocks of its table, null blocks where entries were dropped; empty if no
-            context is marked, or it is not there.
+            The first blocks of its table, null blocks where entries were dropped; empty if no state
+            is there.
+        """
+        made, request_id = self.plan_of(request), request.request_id
+        self.found.pop(request_id, None)
+        num_made, blocks = self.names.find(request, made)
+        if not num_made or (max_tokens is not None and len(blocks) * self.block_size > max_tokens):
+            return []
+        first_packed = blocks[made.cuts[num_made - 1].num_freed].block_id
+        self.found[request_id] = Found(num_made, first_packed)
+        return blocks
+
+    def is_on_its_way(self, request: Request, running: Iterable[Request]) -> bool:
+        """Whether a running request makes the state that a request would look for next.
+
+        Requests that come with the same beginning at once would all compute it.
         """
         made = self.plan_of(request)
-        self.found.pop(request.request_id, None)
-        if not made.has_context:
-            return []
-        blocks = self._names.find(request, made)
-        if max_tokens is not None and len(blocks) * self.block_size > max_tokens:
-            return []
-        if blocks:
-            self.found[request.request_id] = len(blocks) * self.block_size
-        return blocks
+        if (index := self.names.wanted(request, made)) is None:
+            return False
+        name, position = self.names.first_name(request, made, index), made.cuts[index].position
+        return any(
+            other.num_computed_tokens <= position
+            and (plan := self.plan_of(other)).num_states > index
+            and self.names.first_name(other, plan, index) == name
+            for other in running
+        )
 
     def must_wait_for_store(self, request: Request) -> bool:
         """Whether a request's context, which is not there, is on its way from a folder."""
         made = self.plan_of(request)
-        return self.loads is not None and made.has_context and self.loads.must_wait(request, made)
+        if self.loads is None or not _is_stored(made):
+            return False
+        is_there = self.names.is_there(request, made, made.num_states - 1)
+        return not is_there and self.loads.must_wait(request, made)
 
     def name_to_store(self, request: Request) -> str | None:
         """The name under which a request's context is to be stored once it is compressed."""
         made = self.plan_of(request)
-        if self.loads is None or not made.has_context or request.request_id in self.found:
+        if self.loads is None or not _is_stored(made):
+            return None
+        found = self.found.get(request.request_id)
+        if found is not None and found.num_made >= made.num_states:
             return None
         return self.loads.name_to_store(request, made)
 
@@ -259,54 +288,51 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         """Blocks that wait for a context from a folder, by a name for each load."""
         return {} if self.loads is None else self.loads.held
 
-    def held_contexts(self) -> Held:
-        """Compressed contexts that a request would find."""
-        return self._names.held()
+    def held_states(self) -> Held:
+        """States that a request would find."""
+        return self.names.held()
 
-    def has_name_of_context(self, request: Request, index: int, block: KVCacheBlock) -> bool:
-        """Whether a block has the name that is due at its place of a compressed context."""
+    def has_name(self, request: Request, index: int, block: KVCacheBlock) -> bool:
+        """Whether a block has the name that is due at its place behind a request's first cut."""
         made = self.plan_of(request)
-        if not made.has_context:
+        last = self._last_position(made)
+        if last is not None and index >= last // self.block_size:
             return False
-        return self._names.is_named(request, made, index, block)
+        return self.names.is_named(request, made, index, block)
 
     def disown(self, request_id: str) -> None:
         """Lets nobody find what a request computes from now on: it may be wrong."""
-        self._names.forget(request_id)
+        self.names.forget(request_id)
 
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """Hashes full blocks, and names those of contexts that earlier steps have computed."""
+        """Hashes full blocks, and names packed ones of states."""
         super().cache_blocks(request, *args, **kwargs)
-        if self._name_context(request, self.plan_of(request)):
-            self._packed_now.add(request.request_id)
+        request_id = request.request_id
+        if (index := self._packed_now.pop(request_id, None)) is not None:
+            made, blocks = self.plan_of(request), self.req_to_blocks[request_id]
+            if self.names.give(request, made, index, blocks):
+                self._named_now[request_id] = index
 
     def new_step_starts(self) -> None:
         """Notes that the scheduler begins to schedule."""
         super().new_step_starts()
         self._packed_now.clear()
+        self._named_now.clear()
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Names what a request leaves behind its context, and forgets the request.
+        """Forgets a request, and the name of a state that its step would have packed.
 
-        One that is preempted in the step that would have packed its context leaves nothing. Nobody
-        can have found it: requests that wait come after all that run.
+        Nobody can have found it: requests that wait come after all that run.
         """
-        if planned := self._planned.get(request_id):
-            if self._num_hashed_before is not None and request_id in self._packed_now:
-                self._names.take_back(*planned)
-            else:
-                self._name_context(*planned)
-        self._names.forget(request_id)
+        index = self._named_now.pop(request_id, None)
+        if self._num_hashed_before is not None and index is not None:
+            self.names.take_back(*self._planned[request_id], index)
+        self._packed_now.pop(request_id, None)
+        self.names.forget(request_id)
         self.found.pop(request_id, None)
         if self.loads is not None:
             self.loads.forget(request_id)
         return super().pop_blocks_for_free(request_id)
-
-    def _name_context(self, request: Request, made: Plan) -> bool:
-        blocks = self.req_to_blocks.get(request.request_id)
-        if not blocks or not made.has_context:
-            return False
-        return self._names.give(request, made, blocks)
 
     def get_num_blocks_to_allocate(
         self,
@@ -321,13 +347,15 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
     ) -> int:
         """vLLM's, and what a cut that is due takes beyond what it gives back.
 
-        Where it is asked for a whole request, no more than what is held of it at once. Of a context
-        that was found, null blocks stand for what was dropped, and nothing follows.
+        Where it is asked for a whole request, no more than what is held of it at once. In a state
+        that was found, null blocks stand for what was dropped.
         """
         if apply_admission_cap:
             planned, most = self._planned.get(request_id), None
-            if planned and planned.plan.cuts and request_id not in self.found:
-                most = planned.plan.cuts.most_held(num_tokens, self.block_size, self.num_ahead)
+            if planned and planned.plan.cuts:
+                cuts, found = planned.plan.cuts, self.found.get(request_id)
+                most = cuts.most_held(num_tokens, self.block_size, self.num_ahead)
+                most += cuts[found.num_made - 1].num_freed if found else 0
             self.max_admission_blocks_per_request = most  # vLLM's word for it, of every request
         num_blocks: int = super().get_num_blocks_to_allocate(
             request_id,
@@ -346,6 +374,14 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
             num_blocks = max(0, num_blocks + cut.first_of_tail - cut.num_freed - num_freed)
         return num_blocks
 
+    def allocate_new_computed_blocks(
+        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **more: Any
+    ) -> None:
+        """vLLM's; what is found is of use, whatever has taken its place for others."""
+        for block in new_computed_blocks:
+            self._superseded.pop(block.block_id, None)
+        super().allocate_new_computed_blocks(request_id, new_computed_blocks, *args, **more)
+
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
@@ -362,12 +398,24 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
             before, places = [block.block_id for block in table[:end]], slice(cut.first_of_tail)
             given_back = [block for block in table[places] if not block.is_null]
             self.block_pool.free_blocks(reversed(given_back))
-            fresh = self.block_pool.get_new_blocks(cut.first_of_tail - cut.num_freed)
+            num_packed = cut.first_of_tail - cut.num_freed
+            self._offer_superseded(num_packed)
+            fresh = self.block_pool.get_new_blocks(num_packed)
             table[places] = [self._null_block] * cut.num_freed + fresh
+            # Else what is packed would be hashed under the names of what was there.
+            num_cached = self.num_cached_block.get(request_id, 0)
+            self.num_cached_block[request_id] = max(num_cached, cut.first_of_tail)
             self._swaps[request_id] = Swap(before, [block.block_id for block in fresh])
-            if self._planned[request_id].plan.has_context:
-                # What is compressed takes its place, and would have to give way to it else.
-                self._reuse_first(given_back)
+            made = self._planned[request_id].plan
+            index = made.cuts.index(cut)
+            if self.shares_states and index < made.num_states:
+                self._packed_now[request_id] = index
+                # The new state stands for them, and would have to give way to them else.
+                for block in reversed(given_back):
+                    if block.block_hash is not None:
+                        self._superseded[block.block_id] = block, block.block_hash
+        num_more = -(-num_tokens // self.block_size) - len(self.req_to_blocks[request_id])
+        self._offer_superseded(num_more)
         new_blocks: list[KVCacheBlock] = super().allocate_new_blocks(
             request_id, num_tokens, num_tokens_main_model
         )
@@ -396,13 +444,29 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         segments = self.plan_of(request).segments
         return segments.last_border(num_found) if segments else num_found
 
-    def _reuse_first(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Puts blocks that nobody holds in front of all that are free, the last one first."""
+    def _offer_superseded(self, num_blocks: int) -> None:
+        """Puts blocks that a newer state stands for behind those that are free without a name.
+
+        vLLM would reuse them last: they were given back last. What idle sessions have left would be
+        gone before.
+
+        Args:
+            num_blocks: Blocks that are about to be taken.
+        """
+        if num_blocks <= 0 or not self._superseded:
+            return
         queue = self.block_pool.free_block_queue
-        free = [block for block in reversed(blocks) if block.ref_cnt == 0]
-        for block in free:
+        first = islice(queue.iter_blocks_after(None), num_blocks)
+        nameless = [*takewhile(lambda block: block.block_hash is None, first)]
+        offered: list[KVCacheBlock] = []
+        while self._superseded and len(nameless) + len(offered) < num_blocks:
+            block_id = next(iter(self._superseded))
+            block, name = self._superseded.pop(block_id)
+            if block.ref_cnt == 0 and block.block_hash == name:
+                offered.append(block)
+        for block in (*nameless, *offered):
             queue.remove(block)
-        queue.prepend_n(free)
+        queue.prepend_n([*nameless, *offered])
 
 
 class BystanderManager(PlannedManager):
@@ -426,17 +490,22 @@ class StateManager(BystanderManager, MambaManager):
         return self.enable_caching and self.mamba_cache_mode == "align"
 
 
-def shares_contexts(kv: KVCacheManager, request: Request) -> bool:
-    """Whether a request may read what others compressed, and they what it does.
+def _is_stored(made: Plan) -> bool:
+    """Whether a request's context may come from a folder: what is not cut again, as files lack it.
 
-    Layers beside full attention have blocks of their own, which are not kept for it.
+    Names of states tell such requests from others.
+    """
+    return made.has_context and len(made.cuts) == made.num_states
+
+
+def shares_states(kv: KVCacheManager, request: Request) -> bool:
+    """Whether a request may read what others compressed, and they what it does.
 
     Args:
         kv: The KV cache manager.
         request: The request.
     """
-    managers = kv.coordinator.single_type_managers
-    return len(managers) == 1 and kv.prefix_cache_lookup_enabled(request)
+    return kv.prefix_cache_lookup_enabled(request) and headwise_manager(kv).shares_states
 
 
 def headwise_manager(kv: KVCacheManager) -> HeadwiseManager:

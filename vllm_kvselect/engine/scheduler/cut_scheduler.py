@@ -11,9 +11,9 @@ it, and a request whose next segment does not fit into a step waits.
 States beside attention: a request that resumes needs the state behind the last token it takes from
 the prefix cache. So a chunk ends there, where it is kept.
 
-Marked contexts: requests that come with the same one at once would all compress it. The first one
-does; the others wait until they can read what it made. So do those whose context is in a folder,
-until workers have read it.
+Requests that come with the same beginning at once would all compress it. The first one does; the
+others wait until they can read what it made. So do those whose marked context is in a folder, until
+workers have read it.
 
 `SchedulerConfig.scheduler_cls` is vLLM's public seam for it.
 """
@@ -30,16 +30,16 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_kvselect.engine.notice import StepNotice
-from vllm_kvselect.engine.platforms import tokens_ahead, tokens_in_graph
-from vllm_kvselect.engine.report import ContextReport, StepReport
+from vllm_kvselect.engine.platforms import has_drafter_layers, tokens_ahead, tokens_in_graph
+from vllm_kvselect.engine.report import StatesReport, StepReport
 from vllm_kvselect.engine.scheduler.block_manager import (
     BystanderManager,
     HeadwiseManager,
     StateManager,
     headwise_manager,
-    shares_contexts,
+    shares_states,
 )
-from vllm_kvselect.engine.scheduler.contexts import Held
+from vllm_kvselect.engine.scheduler.states import Held
 from vllm_kvselect.planning.cuts import chunk_end
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
@@ -55,6 +55,9 @@ class CutScheduler(Scheduler):
         manager = headwise_manager(self.kv_cache_manager)
         manager.num_ahead = tokens_ahead(self.vllm_config)
         managers = self.kv_cache_manager.coordinator.single_type_managers
+        manager.shares_states = len(managers) == 1
+        # What is remembered of a drafter's layers between cuts is not in the cache.
+        manager.names.are_cut_again = not has_drafter_layers(self.vllm_config)
         for bystander in managers:
             if isinstance(bystander, BystanderManager):
                 bystander.sizes = manager.sizes
@@ -112,17 +115,9 @@ class CutScheduler(Scheduler):
         if not super()._handle_blocked_waiting_request(request):
             return False
         manager = headwise_manager(self.kv_cache_manager)
-        if not shares_contexts(self.kv_cache_manager, request):
+        if not shares_states(self.kv_cache_manager, request):
             return True
-        context = manager.context_of(request)
-        if context is None:
-            return True
-        if manager.has_context(request):
-            return True
-        if any(
-            manager.context_of(other) == context and _is_before_its_cut(manager, other)
-            for other in self.running
-        ):
+        if manager.is_on_its_way(request, self.running):
             return False
         return not manager.must_wait_for_store(request)
 
@@ -151,7 +146,7 @@ class CutScheduler(Scheduler):
         names = {
             request.request_id: manager.name_to_store(request)
             for request in requests
-            if shares_contexts(self.kv_cache_manager, request)
+            if shares_states(self.kv_cache_manager, request)
         }
         return {request_id: name for request_id, name in names.items() if name is not None}
 
@@ -175,14 +170,14 @@ class CutScheduler(Scheduler):
         return is_reset
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
-        """vLLM's statistics of a step, with the contexts that are held if they have changed."""
+        """vLLM's statistics of a step, with the states that are held if they have changed."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            held, before = headwise_manager(self.kv_cache_manager).held_contexts(), self._reported
+            held, before = headwise_manager(self.kv_cache_manager).held_states(), self._reported
             if held != before:
                 self._reported = held
-                report = ContextReport(
-                    held.num_contexts - before.num_contexts, held.num_blocks - before.num_blocks
+                report = StatesReport(
+                    held.num_states - before.num_states, held.num_blocks - before.num_blocks
                 )
                 report.add_to(stats)
         return stats
@@ -190,8 +185,3 @@ class CutScheduler(Scheduler):
 
 class CutAsyncScheduler(CutScheduler, AsyncScheduler):
     """The same for asynchronous scheduling."""
-
-
-def _is_before_its_cut(manager: HeadwiseManager, request: Request) -> bool:
-    """Whether a request still computes the context that it marks."""
-    return request.num_computed_tokens < manager.plan_of(request).context_cut.position

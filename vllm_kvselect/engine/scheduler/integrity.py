@@ -323,7 +323,7 @@ def _table_violations(table: _Table, manager: HeadwiseManager) -> Iterator[Viola
         for index, block in enumerate(blocks)
         if block.block_hash is not None
         and (index < cut.first_of_tail or index >= computed_later)
-        and not manager.has_name_of_context(request, index, block)
+        and not manager.has_name(request, index, block)
     ]
     if exposed:
         yield Violation("named", "named", tuple(exposed), request_ids)
@@ -336,7 +336,7 @@ def _bystander_violations(table: _Table, manager: PlannedManager) -> Iterator[Vi
     if len(blocks) * size < request.num_computed_tokens:
         tokens = f"{len(blocks)} blocks for {request.num_computed_tokens} tokens"
         yield Violation("covered", tokens, (), (request.request_id,))
-    if not table.cuts:
+    if not table.cuts or manager.plan_of(request).has_context:
         return
     first = table.cuts.first_position // size
     hashed = tuple(block.block_id for block in blocks[first:] if block.block_hash is not None)

@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.notice import Load, StepNotice
-from vllm_kvselect.engine.scheduler.contexts import ContextNames
+from vllm_kvselect.engine.scheduler.states import StateNames
 from vllm_kvselect.engine.scheduler.stored_names import stored_name
 from vllm_kvselect.engine.store.identity import StoreIdentity
 from vllm_kvselect.planning.plan import Plan
@@ -61,7 +61,7 @@ class ContextLoads:
         eviction: EvictionConfig,
         identity: StoreIdentity,
         pool: BlockPool,
-        names: ContextNames,
+        names: StateNames,
     ) -> None:
         assert eviction.context_store is not None
         self._folder = Folder(Path(eviction.context_store))
@@ -122,7 +122,7 @@ class ContextLoads:
             if (load := self._pending.pop(number, None)) is None:
                 continue
             if is_whole:
-                self._names.take(load.request, load.plan, load.blocks)
+                self._names.take(load.request, load.plan, load.plan.num_states - 1, load.blocks)
             else:
                 self._refused[load.name] = self._versions(load.name)
             self._had |= load.waiting
@@ -148,7 +148,7 @@ class ContextLoads:
         return {f"load {number}": load.blocks for number, load in self._pending.items()}
 
     def _begin(self, name: str, request: Request, plan: Plan) -> bool:
-        num_blocks = self._names.num_shared(plan)
+        num_blocks = self._names.num_shared(plan, plan.num_states - 1)
         if num_blocks > self._pool.get_num_free_blocks():
             return False  # nor will it find blocks to compute its context with
         blocks = self._pool.get_new_blocks(num_blocks)

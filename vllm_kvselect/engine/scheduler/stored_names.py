@@ -12,7 +12,7 @@ from pathlib import Path
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
-from vllm_kvselect.engine.scheduler.contexts import settings_of_the_choice
+from vllm_kvselect.engine.scheduler.states import settings_of_the_choice
 from vllm_kvselect.engine.store.identity import StoreIdentity
 from vllm_kvselect.planning.plan import Plan
 
@@ -44,7 +44,7 @@ def stored_name(request: Request, plan: Plan, identity: StoreIdentity) -> str | 
         "adapter": adapter,
         "salt": request.cache_salt,
         # The identity knows what is in the probe; where it lies is not of the choice.
-        "settings": settings_of_the_choice(plan.settings, cut, "probe"),
+        "settings": f"{settings_of_the_choice(plan.settings, 'probe')} {cut}",
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

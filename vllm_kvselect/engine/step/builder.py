@@ -48,6 +48,7 @@ class HeadwiseBuilder(ABC):
         kernels: Kernels,
         of_drafter: Collection[str] = (),
         per_block: int = 1,
+        keeps_numbers: bool = False,
     ) -> RetentionState:
         """Connects the layers of the group to their state; called once the cache is allocated.
 
@@ -56,6 +57,7 @@ class HeadwiseBuilder(ABC):
             kernels: What computes the parts of a choice.
             of_drafter: Names of a drafter's layers, the last ones of the group.
             per_block: Kernel blocks of a block.
+            keeps_numbers: Whether what entries are scored by is kept for later cuts.
 
         Returns:
             The state of the group's layers.
@@ -67,7 +69,8 @@ class HeadwiseBuilder(ABC):
         places = {name: i for i, name in enumerate(n for n in targets if targets[n] is None)}
         layers = [by_name[name] for name in places]
         sizes = len(layers[0].kv_cache), len(layers), spec.num_kv_heads
-        state = RetentionState(*sizes, self.device, len(of_drafter), per_block)
+        page_size = spec.block_size if keeps_numbers else 0
+        state = RetentionState(*sizes, self.device, len(of_drafter), per_block, page_size)
         assert {*[*places][state.num_choosing :]} == {*of_drafter}
         refuse_scattered_layers([layer.kv_cache for layer in layers])
         self.layers, self.state = layers, state

@@ -120,6 +120,21 @@ class EvictionWorker(ABC):
         missing = self._problems.keys()
         return [name for name, method in METHODS.items() if method.needs.isdisjoint(missing)]
 
+    @property
+    def _keeps_numbers(self) -> bool:
+        """Whether a cut may read what an earlier one scored entries by."""
+        keep = any(METHODS[method].scorer.keeps_scores for method in self._methods())
+        return keep and self._eviction.may_drop_again
+
+    def _bytes_of_numbers(self, available: int) -> int:
+        """Bytes of what entries are scored by, of the cache and them together."""
+        specs = [spec for spec in self.get_kv_cache_spec().values() if type(spec) is HeadwiseSpec]
+        if not self._keeps_numbers or not specs:
+            return 0
+        spec = specs[0]
+        numbers = 4 * spec.num_kv_heads * spec.block_size
+        return -(-available * numbers // (spec.page_size_bytes + numbers))
+
     def kv_eviction_problems(self) -> dict[Need, str]:
         """What methods need and cannot have with this model, and why: requests are refused them."""
         return self._problems
@@ -149,7 +164,11 @@ class EvictionWorker(ABC):
             refuse_drafter_apart(names, self._of_drafter)
         self._states = [
             builder.start(
-                self._requests_of, self._kernels, self._of_drafter, self._requests.per_block
+                self._requests_of,
+                self._kernels,
+                self._of_drafter,
+                self._requests.per_block,
+                self._keeps_numbers,
             )
             for builder in self._started
         ]
@@ -248,12 +267,15 @@ class EvictionWorker(ABC):
 
     def _begin_step(self, scheduled: SchedulerOutput) -> None:
         """Takes note of what the scheduler says of a step, and makes the cuts that are due."""
-        self._found += self._requests.update(scheduled)
+        found = self._requests.update(scheduled)
+        self._found += [request for request, _ in found]
         self._swap_blocks(StepNotice.of(scheduled))
         with torch.inference_mode():
             for builder in self._started:
                 builder.take_queries()
                 builder.due.make(self._requests.due)
+                # After them: what is found may be packed in this very step.
+                builder.state.go_on(found)
             # Last: until here cuts read blocks that were given back.
             if self._contexts is not None:
                 self._contexts.load(scheduled)
