@@ -561,6 +561,7 @@ OTHER_ERRORS: dict[str, tuple[tuple[type[Exception], ...], str]] = {
     "hits not capped": ((IndexError,), "out of range"),
     "blocks swapped a token early": PAST_A_CUT,
     "what others hold counted as given back": ((ValueError,), "free blocks"),
+    "a state found up to a cut that is not made": ((ValueError,), "free blocks"),
     "the counter of hashed blocks not moved": ((AssertionError,), ""),
     "a hit without the state behind it": ((AssertionError,), "beside"),
     "a progress not replaced at preemption": (
