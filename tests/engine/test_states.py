@@ -125,7 +125,7 @@ def test_of_those_that_come_at_once_one_computes_what_they_share(
         hits = engine.record_hits()
         answers = engine.generate(prompts, 24)
         # Each looks again whenever the one that computes has left a further state.
-        assert sorted(hits)[-5:] >= [state_before(900)] * 5
+        assert min(sorted(hits)[-5:]) >= state_before(900)
         assert engine.worker.kv_eviction_stats()["num_evicted"] == 6
         assert answers == alone(engine, prompts, {}, 24)
 

@@ -336,7 +336,7 @@ def _bystander_violations(table: _Table, manager: PlannedManager) -> Iterator[Vi
     if len(blocks) * size < request.num_computed_tokens:
         tokens = f"{len(blocks)} blocks for {request.num_computed_tokens} tokens"
         yield Violation("covered", tokens, (), (request.request_id,))
-    if not table.cuts or manager.plan_of(request).has_context:
+    if not table.cuts:
         return
     first = table.cuts.first_position // size
     hashed = tuple(block.block_id for block in blocks[first:] if block.block_hash is not None)
