@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
@@ -24,7 +24,8 @@ from vllm_kvselect.planning.cuts import cuts
 from vllm_kvselect.tiny_model import TinyModelError
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
+    from vllm.outputs import RequestOutput
 
 CHILD_ARGUMENT = "child"
 MIB = 1 << 20
@@ -144,6 +145,21 @@ def engine_arguments(job: Job) -> dict[str, Any]:
     if job["eviction"] is not None:
         arguments["additional_config"] = {CONFIG_KEY: job["eviction"]}
     return arguments
+
+
+def sampling(job: Job) -> "SamplingParams":
+    """As many tokens as a job says, the likeliest ones."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0, max_tokens=job["output_len"], ignore_eos=True, detokenize=False
+    )
+
+
+def ask(llm: "LLM", job: Job, prompts: Sequence[list[int]]) -> list["RequestOutput"]:
+    """Answers to some prompts at once."""
+    given = [{"prompt_token_ids": [*ids]} for ids in prompts]
+    return llm.generate(given, sampling(job), use_tqdm=False)
 
 
 def describe(llm: "LLM") -> dict[str, Any]:

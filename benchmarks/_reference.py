@@ -136,8 +136,8 @@ def positions_of_streaming_llm(
 ) -> list[int]:
     """The first tokens and the latest ones, as many as the retention plan says."""
     (cut,) = cuts(num_tokens, block_size, config)
-    num_latest = num_tokens - cut.first_packed * block_size - config.num_sinks
-    return [*range(config.num_sinks), *range(num_tokens - num_latest, num_tokens)]
+    num_latest = num_tokens - cut.first_packed * block_size - config.num_first
+    return [*range(config.num_first), *range(num_tokens - num_latest, num_tokens)]
 
 
 def logprobs_on_choice(

@@ -18,7 +18,7 @@ from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.parts import scorer_named
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting.pruning import needed_value_norms
-from vllm_kvselect.selecting.selection import stage_1_mask
+from vllm_kvselect.selecting.selection import best_mask, stage_1_counts
 
 
 def dtype_on(device: str) -> torch.dtype:
@@ -94,10 +94,11 @@ def parts(
     scores = scorer(inputs, config)[:, :num_tokens]
     pages = allocate(scores[None], [num_packed], block_size, config)[0]
     budgets = pages * block_size
-    options = (budgets, num_retained, config.alpha, config.eps)
+    of_stage_1 = stage_1_counts(budgets, config.alpha)
+    options = (budgets, num_retained, of_stage_1, config.eps)
     retained = kernels.select_pruned(scores, scores, value, prepared, *options)
     # The reference's norms: the CPU kernel needs somewhat fewer.
-    stage_1 = stage_1_mask(scores, budgets, config.alpha)
+    stage_1 = best_mask(scores, of_stage_1)
     norms = needed_value_norms(scores, value, projection, stage_1, budgets, config.eps)
     num_norms = int((norms > 0).sum())
     row = 4 * scores.numel()

@@ -18,12 +18,14 @@ import typer
 from _engine import (
     MIB,
     Job,
+    ask,
     default_model,
     describe,
     empty_prefix_cache,
     engine_arguments,
     run_child,
     run_script,
+    sampling,
 )
 from _texts import plain_prompts
 from rich.table import Table
@@ -34,8 +36,7 @@ from vllm_kvselect.offline.parsing import parse_number
 from vllm_kvselect.offline.tables import console as table_console
 
 if TYPE_CHECKING:
-    from vllm import LLM, SamplingParams
-    from vllm.outputs import RequestOutput
+    from vllm import LLM
 
 
 def main(
@@ -97,12 +98,12 @@ def measure(job: Job) -> dict[str, Any]:
     from vllm import LLM
 
     llm = LLM(**engine_arguments(job))
-    _ask(llm, job, [job["warm_up"]])
+    ask(llm, job, [job["warm_up"]])
     empty_prefix_cache(llm)
     contexts, questions = job["contexts"], job["questions"]
     rounds = [_round(llm, job, first) for first in range(0, len(questions), len(contexts))]
     empty_prefix_cache(llm)
-    one, two = (_ask(llm, job, [contexts[0] + question])[0] for question in questions[:2])
+    one, two = (ask(llm, job, [contexts[0] + question])[0] for question in questions[:2])
     asked = [contexts[0] + question for question in questions[: job["sharing"]]]
     alone, together = (_most_blocks(llm, job, prompts) for prompts in (asked[:1], asked))
     return {
@@ -123,7 +124,7 @@ def _round(llm: "LLM", job: Job, first: int) -> dict[str, Any]:
     prompts = [context + question for context, question in asked]
     outputs, start = [], time.perf_counter()
     for begin in range(0, len(prompts), job["clients"]):
-        outputs += _ask(llm, job, prompts[begin : begin + job["clients"]])
+        outputs += ask(llm, job, prompts[begin : begin + job["clients"]])
     cached = [output.num_cached_tokens or 0 for output in outputs]
     return {
         "seconds": time.perf_counter() - start,
@@ -138,26 +139,12 @@ def _most_blocks(llm: "LLM", job: Job, prompts: list[list[int]]) -> int:
     """Most blocks that some requests at once hold in any step."""
     engine, most = llm.llm_engine, 0.0
     for index, prompt in enumerate(prompts):
-        engine.add_request(str(index), {"prompt_token_ids": prompt}, _sampling(job))
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, sampling(job))
     while engine.has_unfinished_requests():
         engine.step()
         used = [m.value for m in llm.get_metrics() if m.name == "vllm:kv_cache_usage_perc"]
         most = max(most, *used)
     return round(most * (llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1))
-
-
-def _ask(llm: "LLM", job: Job, prompts: list[list[int]]) -> list["RequestOutput"]:
-    """Answers to some prompts at once."""
-    given = [{"prompt_token_ids": ids} for ids in prompts]
-    return llm.generate(given, _sampling(job), use_tqdm=False)
-
-
-def _sampling(job: Job) -> "SamplingParams":
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        temperature=0.0, max_tokens=job["output_len"], ignore_eos=True, detokenize=False
-    )
 
 
 def _show(measured: dict[str, dict[str, Any]]) -> None:

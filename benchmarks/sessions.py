@@ -7,14 +7,16 @@ The last line of the output is one JSON object with every setting and version.
 
 import json
 import random
+import re
 import time
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from _engine import (
     Job,
+    ask,
     bytes_of_tokens,
     default_model,
     describe,
@@ -31,9 +33,10 @@ from vllm_kvselect.machine import dtype_name, fast_dtype, machine
 from vllm_kvselect.offline.parsing import parse_number
 from vllm_kvselect.offline.tables import console as table_console
 
-if TYPE_CHECKING:
-    from vllm import LLM
-
+_INTRODUCTION = (
+    "Some special magic numbers are hidden within the following text. Make sure to memorize them. "
+    "I will quiz you about the numbers afterwards.\n"
+)
 _WORDS = "apple bridge candle dragon engine forest garden hammer island jacket kettle lantern"
 
 
@@ -102,25 +105,54 @@ def main(
     print(json.dumps({"settings": settings, "machine": machine(), **measured}))
 
 
+class _Chat(NamedTuple):
+    """What a model's chat template puts around what users say, in tokens.
+
+    Attributes:
+        begin: Before the first message.
+        after: After a message, before the answer.
+        between: After an answer, before the next message.
+    """
+
+    begin: list[int]
+    after: list[int]
+    between: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> "_Chat":
+        marks = "@1@", "@2@", "@3@"
+        roles = "user", "assistant", "user"
+        said = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        begin, _, between, after = re.split("|".join(marks), text)
+        return cls(*(_ids(tokenizer, part) for part in (begin, after, between)))
+
+
 def _turns(
     tokenizer: Any, text: list[int], told: list[tuple[str, int]], first_len: int, step: int
 ) -> list[list[int]]:
     """What an agent sends turn by turn: text, with a sentence in it that tells a number."""
-    parts = [text[:first_len]]
-    parts += [text[begin : begin + step] for begin in range(first_len, len(text), step)]
-    turns = []
-    for part, (word, number) in zip(parts, told, strict=True):
+    chat, turns, used = _Chat.of(tokenizer), [], 0
+    for word, number in told:
+        before = chat.between if turns else chat.begin + _ids(tokenizer, _INTRODUCTION)
         sentence = f"\nOne of the special magic numbers for {word} is: {number}.\n"
-        ids = tokenizer.encode(sentence, add_special_tokens=False)
-        half = (len(part) - len(ids)) // 2
-        turns.append([*part[:half], *ids, *part[half + len(ids) :]])
+        ids = _ids(tokenizer, sentence)
+        size = (step if turns else first_len) - len(before) - len(ids) - len(chat.after)
+        part, used = text[used : used + size], used + size
+        half = size // 2
+        turns.append([*before, *part[:half], *ids, *part[half:], *chat.after])
     return turns
 
 
 def _question(tokenizer: Any, word: str) -> list[int]:
-    question = f"\nWhat is the special magic number for {word} mentioned in the text?"
-    answer = f" The special magic number for {word} mentioned in the text is"
-    return list(tokenizer.encode(question + answer, add_special_tokens=False))
+    chat = _Chat.of(tokenizer)
+    question = f"What is the special magic number for {word} mentioned in the provided text?"
+    answer = f"The special magic number for {word} mentioned in the provided text is"
+    return [*chat.between, *_ids(tokenizer, question), *chat.after, *_ids(tokenizer, answer)]
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -128,7 +160,7 @@ def measure(job: Job) -> dict[str, Any]:
     from vllm import LLM
 
     llm = LLM(**engine_arguments(job))
-    _ask(llm, job, job["warm_up"])
+    ask(llm, job, [job["warm_up"]])
     empty_prefix_cache(llm)
     histories: list[list[int]] = [[] for _ in job["turns"]]
     rounds, begin = [], time.perf_counter()
@@ -137,7 +169,7 @@ def measure(job: Job) -> dict[str, Any]:
         for history, own in zip(histories, job["turns"], strict=True):
             time.sleep(job["gap"])
             history += own[turn]
-            outputs.append(_ask(llm, job, history))
+            outputs += ask(llm, job, [history])
             history += outputs[-1].outputs[0].token_ids
         rounds.append(
             {
@@ -149,20 +181,13 @@ def measure(job: Job) -> dict[str, Any]:
         )
     seconds = time.perf_counter() - begin
     answers = [
-        [list(_ask(llm, job, history + question).outputs[0].token_ids) for question in questions]
+        [
+            list(ask(llm, job, [history + question])[0].outputs[0].token_ids)
+            for question in questions
+        ]
         for history, questions in zip(histories, job["questions"], strict=True)
     ]
     return {"seconds": seconds, "rounds": rounds, "answers": answers, **describe(llm)}
-
-
-def _ask(llm: "LLM", job: Job, prompt: list[int]) -> Any:
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=0.0, max_tokens=job["output_len"], ignore_eos=True, detokenize=False
-    )
-    [output] = llm.generate([{"prompt_token_ids": list(prompt)}], params, use_tqdm=False)
-    return output
 
 
 def _show(measured: dict[str, dict[str, Any]]) -> None:

@@ -37,7 +37,7 @@ def alone(
         layer.value[head : head + 1, num_absent : shape.num_tokens].tolist(),
         layer.output_projection[head : head + 1].tolist(),
         layer.sinks[queries].tolist(),
-        numbers=numbers(case, layer, shape, absent)[head : head + 1, num_absent:].tolist(),
+        numbers=numbers(layer, shape)[head : head + 1, num_absent:].tolist(),
     )
 
 

@@ -120,7 +120,7 @@ def test_plan_that_frees_nothing_says_so() -> None:
 def test_plan_refuses_the_budget_that_a_server_refuses(budget: str, reason: str) -> None:
     result = run("plan", "--prompt-len", "1000", "--budget", budget)
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: {reason}, the window of 32 and one page of 32")
+    assert result.stderr.startswith(f"error: {reason}, the window of 32 and 1 page(s) of 32")
     assert ("--max-model-len" in result.stderr) == (budget == "0.05")
 
 

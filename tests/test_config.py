@@ -71,8 +71,8 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     ({"r_kv_threshold": -2.0}, "r_kv_threshold = -2.0", "greater than or equal to -1"),
     ({"seed": -1}, "seed = -1", "greater than or equal to 0"),
     ({"seed": 2**32}, "seed = 4294967296", "less than 4294967296"),
-    ({"num_sinks": -1}, "num_sinks = -1", "greater than or equal to 0"),
-    ({"num_sinks": 1.5}, "num_sinks = 1.5", "valid integer"),
+    ({"keep_first": -1}, "keep_first = -1", "greater than or equal to 0"),
+    ({"keep_first": 1.5}, "keep_first = 1.5", "valid integer"),
     ({"future": 0}, "future = 0", "greater than or equal to 1"),
     ({"future": 0.5}, "future = 0.5", "valid integer"),
     ({"expected_eps": -0.02}, "expected_eps = -0.02", "greater than or equal to 0"),
@@ -91,7 +91,7 @@ REJECTED: list[tuple[dict[Any, Any], str, str]] = [
     (
         {"allow_override": ["window"]},
         "allow_override = 'window'",
-        "it is one of method, budget, prompt_interval, decode_budget",
+        "it is one of method, budget, prompt_interval, keep_first, decode_budget",
     ),
     ({"allow_override": "budget"}, "allow_override = 'budget'", "valid tuple"),
     ({"check_integrity": 1}, "check_integrity = 1", "valid boolean"),
@@ -161,7 +161,7 @@ def test_all_problems_are_reported_at_once() -> None:
         {"safeguard": 1.0},
         {"future": 1},
         {"expected_eps": 0.0},
-        {"num_sinks": 0},
+        {"keep_first": 0},
         {"beta": 1},
         {"mass": 0.0},
         {"mass": 1},
@@ -175,12 +175,15 @@ def test_bounds_are_accepted(values: dict[str, Any]) -> None:
     assert {key: getattr(config, key) for key in values} == values
 
 
+EXPERTS_IN_REQUESTS = {"decode_interval", "keep_first"}
+
+
 def test_every_setting_says_what_it_does_and_twelve_at_most_are_an_operators() -> None:
     assert tuple(SETTINGS) == KEYS
     for name, setting in SETTINGS.items():
         assert setting.help.endswith("."), name
         assert setting.option is not None or not setting.operator, name
-        assert setting.operator or not setting.in_requests or name == "decode_interval"
+        assert setting.operator or not setting.in_requests or name in EXPERTS_IN_REQUESTS
     # `--kv-eviction-config` is the twelfth.
     assert sum(setting.operator for setting in SETTINGS.values()) == 11
 

@@ -168,7 +168,7 @@ def test_entries_of_the_tail_do_not_compete(case: MethodCase) -> None:
     assert len(set(retained.tolist())) == 2 * 8
     assert int(retained.max()) < 2 * 24
     if case.method == "streaming-llm":
-        sinks = min(case.config().num_sinks, 8)
+        sinks = min(case.config().num_first, 8)
         expected = [*range(sinks), *range(24 - (8 - sinks), 24)]
         assert (retained.view(2, 8) % 24).tolist() == [expected] * 2
 

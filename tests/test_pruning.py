@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests import strategies
 from vllm_kvselect.scoring.value_norms import OutputProjection, value_norms
 from vllm_kvselect.selecting.pruning import needed_value_norms, norm_bounds, select_pruned
-from vllm_kvselect.selecting.selection import select_perturbation, stage_1_mask
+from vllm_kvselect.selecting.selection import best_mask, select_perturbation, stage_1_counts
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
@@ -58,7 +58,8 @@ def test_pruned_norms_retain_what_all_norms_retain(
         data.draw(st.lists(st.integers(0, num_tokens), min_size=heads, max_size=heads))
     )
     total = int(budgets.sum())
-    stage_1 = stage_1_mask(scores, budgets, alpha)
+    of_stage_1 = stage_1_counts(budgets, alpha)
+    stage_1 = best_mask(scores, of_stage_1)
     norms = needed_value_norms(scores, value, projection, stage_1, budgets, eps)
     every = value_norms(value, projection.weight).to(wide)
     # Rows of a product may be summed in another order when fewer are computed at once.
@@ -67,7 +68,7 @@ def test_pruned_norms_retain_what_all_norms_retain(
     exact = torch.where(computed, norms, every)
     pruned = select_perturbation(scores, norms, budgets, total, alpha, eps)
     assert torch.equal(pruned, select_perturbation(scores, exact, budgets, total, alpha, eps))
-    arguments = (scores, scores, value, projection, budgets, total, alpha, eps)
+    arguments = (scores, scores, value, projection, budgets, total, of_stage_1, eps)
     assert torch.equal(select_pruned(*arguments), pruned)
 
 
@@ -99,7 +100,7 @@ def test_most_norms_are_not_computed() -> None:
     value, projection = layer(0, 3, 3, 64, 1440, torch.float32)
     scores = torch.rand(3, 1440, generator=torch.Generator().manual_seed(0)) ** 4
     budgets = torch.tensor([224] * 3)
-    stage_1 = stage_1_mask(scores, budgets, 0.5)
+    stage_1 = best_mask(scores, budgets // 2)
     norms = needed_value_norms(scores, value, projection, stage_1, budgets, 1e-4)
     assert (norms != 0).sum() < 0.5 * norms.numel()
 
@@ -119,6 +120,6 @@ def test_entries_behind_looser_bounds_are_projected_too() -> None:
     weight[0, 0, 0, 0], weight[0, 1] = 2.0, 0.25
     value = torch.tensor([[[1.0, 0.0]] * 10 + [[0.0, 1.0]]])
     scores, budgets = torch.ones(1, 11), torch.tensor([1])
-    stage_1 = stage_1_mask(scores, budgets, 0.0)
+    stage_1 = best_mask(scores, torch.zeros_like(budgets))
     norms = needed_value_norms(scores, value, OutputProjection.of(weight), stage_1, budgets, 0.0)
     assert select_perturbation(scores, norms, budgets, 1, 0.0, 0.0).tolist() == [10]

@@ -41,7 +41,7 @@ def row(name: str, method: Method) -> str:
         "moves": remembered is not None,
         "replay": method.scorer.replay,
         "whole prompt": method.scorer.whole_prompt,
-        "first page": method.keeps_first_tokens,
+        "first tokens": bool(method.scorer.num_first),
         "no rounds": bool(method.not_in_rounds),
         **{f"needs {need}": True for need in sorted(method.needs)},
     }

@@ -13,7 +13,7 @@ from vllm_kvselect.scoring.probe import num_features, probe_features, probe_scor
 SHAPE = Shape(2, 3, 8, 8, 3, 51, 2)
 LAYER = random_layer(SHAPE, 0)
 NUM_TOKENS = SHAPE.num_prompt_tokens
-CONFIG = EvictionConfig(method="probe", window=SHAPE.window, num_sinks=2)
+CONFIG = EvictionConfig(method="probe", window=SHAPE.window)
 
 
 def inputs(**changes: object) -> ScoringInputs:
@@ -22,13 +22,12 @@ def inputs(**changes: object) -> ScoringInputs:
     return replace(given, **changes)
 
 
-def expected(num_sinks: int = CONFIG.num_sinks) -> torch.Tensor:
+def expected() -> torch.Tensor:
     tensors = LAYER.key, LAYER.value, LAYER.probe
     scores = oracle.probe_scores(
         *(tensor.tolist() for tensor in tensors),
         frequencies(SHAPE.head_size),
         SHAPE.window,
-        num_sinks,
     )
     return torch.tensor(scores, dtype=torch.float64)
 
@@ -39,14 +38,6 @@ def test_scores_equal_the_oracle_in_blocks_of_any_size(
 ) -> None:
     monkeypatch.setattr(probe, "_BLOCK_ELEMENTS", block)
     torch.testing.assert_close(probe_scores(inputs(), CONFIG), expected())
-
-
-def test_the_first_tokens_are_above_all_others() -> None:
-    scores = probe_scores(inputs(), CONFIG)
-    assert torch.isinf(scores).sum(dim=1).tolist() == [2, 2]
-    assert torch.isinf(scores[:, :2]).all()
-    everything = EvictionConfig(method="probe", window=SHAPE.window, num_sinks=1000)
-    assert torch.isinf(probe_scores(inputs(), everything)).all()
 
 
 def test_features_are_the_heads_own_vectors_before_rotation() -> None:

@@ -13,7 +13,6 @@ from tests.strategies import Layer, Shape, random_layer, seeds, shapes
 from vllm_kvselect.choice import Retention, retain, retain_pool, score_layer
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.registry import METHODS
-from vllm_kvselect.scorers import FirstTokens
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.selecting.ranking import Candidates
 
@@ -71,22 +70,14 @@ def inputs_of(case: MethodCase, uneven: Uneven, index: int) -> ScoringInputs:
     absent, layer = uneven.num_absent[index], uneven.layers[index]
     inputs = case.inputs(uneven.shape, layer, index)
     if METHODS[case.method].scorer.keeps_scores:
-        moved = numbers(case, layer, uneven.shape, absent)
+        moved = numbers(layer, uneven.shape)
         inputs = replace(inputs, query=layer.query, numbers=moved)
     return replace(inputs, num_absent=torch.tensor(absent))
 
 
-def numbers(case: MethodCase, layer: Layer, shape: Shape, num_absent: list[int]) -> torch.Tensor:
-    """Scores that entries might have come with, different ones.
-
-    Infinite for each head's first entries, where the method says so of the first tokens.
-    """
-    found = layer.key[:, : shape.num_prompt_tokens].abs().sum(dim=-1)
-    if FirstTokens in METHODS[case.method].scorer.parameters:
-        num_sinks = case.config().of(FirstTokens).num_sinks
-        for row, absent in zip(found, num_absent, strict=True):
-            row[absent : absent + num_sinks] = torch.inf
-    return found
+def numbers(layer: Layer, shape: Shape) -> torch.Tensor:
+    """Scores that entries might have come with, different ones."""
+    return layer.key[:, : shape.num_prompt_tokens].abs().sum(dim=-1)
 
 
 def retain_uneven(

@@ -10,14 +10,13 @@ from vllm_kvselect.kernels import rows
 from vllm_kvselect.kernels.base import REFERENCES, Allocator, Kernels
 from vllm_kvselect.norms import FirstStage, SecondStage, Weights
 from vllm_kvselect.registry import KNOWN_METHODS, Method
-from vllm_kvselect.scorers import FirstTokens
 from vllm_kvselect.scoring.held import Held
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.parts import scorer_named
 from vllm_kvselect.scoring.value_norms import projected_value_l2_norms, projected_value_norms
 from vllm_kvselect.selecting.allocation import pyramid_blocks
 from vllm_kvselect.selecting.ranking import RANKINGS, Candidates
-from vllm_kvselect.selecting.selection import stage_2_keys
+from vllm_kvselect.selecting.selection import stage_1_counts, stage_2_keys
 
 
 class Retention(NamedTuple):
@@ -159,11 +158,12 @@ def choose(
     of_rows = [num for num in sizes.num_packed for _ in range(num_layers)]
     even = [num * block_size for num in of_rows]
     ranking = RANKINGS[method.ranking](candidates, even, config)
-    ranking = candidates.without_absent(ranking)
+    ranking = candidates.with_first(ranking, config.num_first)
     is_even = candidates.num_absent is None if held is None else held.is_even
     if not is_even:
         # A blended floor could give a head more pages than it has entries.
         config = config.model_copy(update={"floor": "minimum"})
+    least = -(-config.num_first // block_size)
     blocks, segments = list(sizes.num_packed), num_requests
     if method.scope.is_pyramid:
         missing = [0] * num_requests if held is None else held.num_missing
@@ -171,16 +171,17 @@ def choose(
         blocks = [
             of_layer
             for num_packed, num_own in zip(sizes.num_packed, own, strict=True)
-            for of_layer in pyramid_blocks(num_packed, num_layers, num_own, config)
+            for of_layer in pyramid_blocks(num_packed, num_layers, num_own, config, max(1, least))
         ]
         segments = num_rows
     elif not method.pooled:
         blocks, segments = of_rows, num_rows
     by_segment = ranking.reshape(segments, -1, num_columns)
-    if method.keeps_first_tokens and config.of(FirstTokens).num_sinks:
-        # A head that wants little but its first tokens wants less than half a page. Rounded, that
-        # would be none, and the first tokens would go, to which every head attends.
-        by_segment = kernels.best_first(by_segment, [block_size] * segments)
+    if least and method.allocator != "uniform_pages":
+        # A head that wants little but its first tokens may want less than half a page more than it
+        # has. Rounded, that would be none, and some of the first tokens would go.
+        whole = [min(least, num_packed) * block_size for num_packed in blocks]
+        by_segment = kernels.best_first(by_segment, whole)
     allocator: Allocator = getattr(kernels, method.allocator)
     pages = allocator(by_segment, blocks, block_size, config).flatten()
     budgets, of_page = pages * block_size, num_kv_heads * block_size
@@ -189,11 +190,11 @@ def choose(
         retained = rows.select_pruned(
             kernels,
             held,
-            candidates.scores,
+            ranking,
             candidates.stage_2,
             budgets,
             [num * of_page for num in of_rows],
-            config.of(FirstStage).alpha,
+            stage_1_counts(budgets, config.of(FirstStage).alpha, config.num_first),
             config.of(SecondStage).eps,
         )
     else:
@@ -217,8 +218,9 @@ def _keys(
     keys = ranking.flatten(0, 1)
     if not method.two_stages:
         return keys
-    scores = candidates.without_absent(candidates.scores).flatten(0, 1)
-    stage_1 = kernels.stage_1_mask(scores, budgets, config.of(FirstStage).alpha)
+    scores = candidates.with_first(candidates.scores, config.num_first).flatten(0, 1)
+    of_stage_1 = stage_1_counts(budgets, config.of(FirstStage).alpha, config.num_first)
+    stage_1 = kernels.best_mask(scores, of_stage_1)
     if method.ranking != "score":
         return keys.masked_fill(stage_1, float("inf"))
     assert candidates.norms is not None

@@ -161,6 +161,16 @@ class EvictionConfig(BaseModel):
             in_requests=True,
         ),
     ] = 0
+    keep_first: Annotated[
+        Annotated[int, Field(ge=0)] | None,
+        Setting(
+            "First tokens of a prompt that every head keeps, such as a system prompt. They count "
+            "in the budget.",
+            option="TOKENS",
+            in_requests=True,
+            otherwise="4 with probes and `streaming-llm`, else 0",
+        ),
+    ] = None
     least: Annotated[
         int,
         Field(ge=0),
@@ -370,6 +380,13 @@ class EvictionConfig(BaseModel):
     def enabled(self) -> bool:
         """Whether anything is dropped."""
         return self.method != "none"
+
+    @property
+    def num_first(self) -> int:
+        """First tokens that every head keeps, whatever is said of them."""
+        if self.keep_first is not None or not self.enabled:
+            return self.keep_first or 0
+        return KNOWN_METHODS[self.method].scorer.num_first
 
     @property
     def may_evict(self) -> bool:

@@ -15,7 +15,6 @@ from vllm_kvselect.scopes import SCOPES, AllocatorName, Floor, Scope
 from vllm_kvselect.scorers import (
     SCORERS,
     SERVED,
-    FirstTokens,
     Need,
     NormsName,
     Parameters,
@@ -90,11 +89,6 @@ class Method:
         of_allocator = (Floor,) if self.allocator == "adaptive_pages" else ()
         of_parts = (*self.scorer.parameters, *self.scope.parameters, *self.norms.parameters)
         return (*of_parts, *of_allocator)
-
-    @property
-    def keeps_first_tokens(self) -> bool:
-        """Whether every head gets a page at least, for the first tokens, which none drops."""
-        return FirstTokens in self.scorer.parameters and self.allocator != "uniform_pages"
 
     @property
     def cost(self) -> str:

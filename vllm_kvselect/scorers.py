@@ -27,16 +27,6 @@ class Parameters(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class FirstTokens(Parameters):
-    """Of whatever retains the first tokens."""
-
-    num_sinks: Annotated[
-        int,
-        Field(ge=0),
-        Setting("First tokens of a prompt, which `streaming-llm` and probe methods always keep."),
-    ] = 4
-
-
 class Draw(Parameters):
     """Of `random`."""
 
@@ -136,6 +126,7 @@ class Scorer:
         keeps_scores: Whether an entry keeps the score that it was given when it first competed, and
             no queries are looked through.
         needs: What every layer must be bound to; models may not let it be found.
+        num_first: First tokens that all heads keep, unless a configuration says how many.
         whole_prompt: Whether it looks through the queries of every token of the prompt.
         replay: Whether the prompt is replayed.
         served_instead: The scorer that comes nearest among those that a server has; None if a
@@ -155,6 +146,7 @@ class Scorer:
     parameters: tuple[type[Parameters], ...] = ()
     keeps_scores: bool = False
     needs: frozenset[Need] = frozenset()
+    num_first: int = 0
     whole_prompt: bool = False
     replay: bool = False
     served_instead: str | None = None
@@ -174,7 +166,7 @@ SCORERS: dict[str, Scorer] = {
         limits="blind to the text: the middle is always dropped",
         scopes=("head",),
         norms=("none",),
-        parameters=(FirstTokens,),
+        num_first=4,
     ),
     "random": Scorer(
         scores="at_random:random_scores",
@@ -224,8 +216,9 @@ SCORERS: dict[str, Scorer] = {
             "prompt"
         ),
         limits="every head's queries count as one cloud; off the engine only",
-        parameters=(FirstTokens, Expectation),
+        parameters=(Expectation,),
         needs=frozenset({"rotation"}),
+        num_first=4,
         whole_prompt=True,
         served_instead="keydiff",
         not_in_rounds=NOT_SERVED,
@@ -236,9 +229,10 @@ SCORERS: dict[str, Scorer] = {
         summary="what it takes to repeat the prompt, told from each token's key and value",
         cost="one product of keys and values with a vector for each head",
         limits="needs a calibrated probe of the model",
-        parameters=(FirstTokens, ProbeFile),
+        parameters=(ProbeFile,),
         keeps_scores=True,
         needs=frozenset({"rotation", "probe"}),
+        num_first=4,
     ),
     "snapkv": Scorer(
         scores="snapkv:snapkv_scores",
@@ -277,7 +271,7 @@ SCORERS: dict[str, Scorer] = {
         summary="what the model attends to while it repeats the prompt",
         cost="a second prefill",
         limits="off the engine only: a yardstick for the probe",
-        parameters=(FirstTokens,),
+        num_first=4,
         replay=True,
         served_instead="probe",
         not_in_rounds=NOT_SERVED,

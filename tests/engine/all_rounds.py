@@ -23,6 +23,7 @@ class Served(NamedTuple):
     answers: list[Answer]
     recorder: Recorder
     rounds: RoundsOf
+    keep_first: int | None = None
 
     def check(self, index: int, folder: Path) -> None:
         """Every cut and every token of a request is as the float64 model says.
@@ -41,7 +42,9 @@ class Served(NamedTuple):
         assert rounds
         answered = Answered(Model(folder), prompt, self.answers[index], at_prompt, rounds)
         answered.check_tokens()
-        answered.check_rounds(CASES[index])
+        case = MethodCase(CASES[index].method, {"keep_first": self.keep_first})
+        answered.check_rounds(case)
+        answered.check_first(case.config().num_first)
 
 
 def serve(
@@ -72,7 +75,7 @@ def serve(
     ):
         answers = engine.generate(prompts, num_generated, extra_args)
     assert preempted
-    return Served(prompts, answers, recorder, rounds)
+    return Served(prompts, answers, recorder, rounds, values.get("keep_first"))
 
 
 def watch(engine: Engine, most: list[int]) -> None:

@@ -10,7 +10,6 @@ from tests import oracle
 from vllm_kvselect.engine.drop.request import Request as LiveRequest
 from vllm_kvselect.planning.cuts import Cut
 from vllm_kvselect.registry import METHODS
-from vllm_kvselect.scorers import FirstTokens
 
 NUM_LAYERS, NUM_KV_HEADS, GROUP, HEAD_SIZE, HIDDEN_SIZE = 2, 2, 2, 16, 24
 BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS, MAX_MODEL_LEN = 16, 60, 4, 256
@@ -151,6 +150,5 @@ class Request:
         layer, head = owner
         key, value = ([self.read[name][layer, :position, head].tolist()] for name in "kv")
         probe = impl.probe[:, head : head + 1].tolist()
-        num_sinks = self.prompt.plan.settings.of(FirstTokens).num_sinks
-        (scores,) = oracle.probe_scores(key, value, probe, (), 0, num_sinks)
+        (scores,) = oracle.probe_scores(key, value, probe, (), 0)
         return [scores[token] for token in entries]

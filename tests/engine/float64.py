@@ -102,6 +102,8 @@ def expect(case: MethodCase, layers: Sequence[Layer], first_layer: int = 0) -> l
                 products[-1][head, tokens] = 2 + scores[-1][head, tokens]
         else:
             products.append(multiplied(base, weights, norms, config))
+    for each in (*scores, *products):
+        each[:, : config.num_first] = torch.inf
     ranking = products if base in ("thetakv", "defensivekv") else scores
     packed = num_packed(prompt_len)
     counts = [BLOCK_SIZE * count for count in pages(case.method, ranking, config, packed)]
@@ -127,7 +129,8 @@ def chosen(case: MethodCase, count: int, scores: torch.Tensor, product: torch.Te
     """What a head retains of its scores, products with norms, or first one and then the other."""
     config, base = case.config(), oracle.base_of(case.method)
     if base == "thetakv" or case.method.endswith("-perturb"):
-        first, keys = int(config.alpha * count), product.clone()
+        first = max(int(config.alpha * count), min(config.num_first, count))
+        keys = product.clone()
         keys[torch.sort(scores, descending=True, stable=True).indices[:first]] = torch.inf
         return Expected(count, keys, scores, first)
     return Expected(count, scores, scores, count)
@@ -137,15 +140,20 @@ def pages(method: str, ranking: list[torch.Tensor], config: Any, packed: int) ->
     """Pages of every head of every layer."""
     base = oracle.base_of(method)
     layers = [layer.tolist() for layer in ranking]
-    heads = oracle.first_pages_first([head for layer in layers for head in layer], BLOCK_SIZE)
+    least = -(-config.num_first // BLOCK_SIZE)
+    heads = oracle.first_pages_first(
+        [head for layer in layers for head in layer], least * BLOCK_SIZE
+    )
     adaptive = (BLOCK_SIZE, config.safeguard, config.floor)
     if "pyramidkv" in base:
         num_blocks = len(heads[0]) // BLOCK_SIZE
-        blocks = oracle.pyramid_blocks(packed, len(layers), num_blocks, config.beta)
+        blocks = oracle.pyramid_blocks(packed, len(layers), num_blocks, config.beta, max(1, least))
         if base == "pyramidkv":
             return [count for count in blocks for _ in layers[0]]
         split = [
-            oracle.adaptive_pages(layer, count, *adaptive)
+            oracle.adaptive_pages(
+                oracle.first_pages_first(layer, least * BLOCK_SIZE), count, *adaptive
+            )
             for layer, count in zip(layers, blocks, strict=True)
         ]
         return [count for counts in split for count in counts]
@@ -187,9 +195,7 @@ def stage_1_scores(base: str, layer: Layer, config: Any, index: int) -> torch.Te
     """`[num_kv_heads, num_prompt_tokens - window]`."""
     num_scored, num_kv_heads = len(layer.query) - WINDOW, layer.key.shape[1]
     if base == "streaming-llm":
-        order = torch.arange(num_scored, dtype=torch.float64)
-        order[: config.num_sinks] = num_scored
-        return order.repeat(num_kv_heads, 1)
+        return torch.arange(num_scored, dtype=torch.float64).repeat(num_kv_heads, 1)
     if base == "random":
         drawn = oracle.random_scores(config.seed, index, num_kv_heads, num_scored)
         return torch.tensor(drawn, dtype=torch.float64)
@@ -201,9 +207,7 @@ def stage_1_scores(base: str, layer: Layer, config: Any, index: int) -> torch.Te
     if base == "knorm":
         return 1 / (1 + layer.key[:num_scored].norm(dim=-1).T)
     if base == "probe":
-        scores = probe_scores(layer)[:, :num_scored]
-        scores[:, positions_of(layer)[:num_scored] < config.num_sinks] = torch.inf
-        return scores
+        return probe_scores(layer)[:, :num_scored]
     if base == "r-kv":
         attended = pooled(attention_of_largest_logits(layer), config.kernel_size, config.pooling)
         repeated = redundancy(layer, config.r_kv_threshold)

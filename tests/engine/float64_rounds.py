@@ -105,6 +105,12 @@ class Answered:
         assert chosen.tolist() == pytest.approx(exact.amax(-1).tolist(), abs=1e-3)
         assert self._answer.logprobs == pytest.approx(chosen.tolist(), abs=1e-3)
 
+    def check_first(self, num_first: int) -> None:
+        """Every head holds the first tokens after each cut."""
+        for steps in self._steps.values():
+            for _, entries in steps:
+                assert entries[:num_first] == [*range(num_first)]
+
     def check_rounds(self, case: MethodCase, num_ranks: int = 1) -> None:
         """Every round retained the published choice among what each head held.
 
@@ -209,9 +215,12 @@ def expect(
         scores, weights = scores.double(), weights.double()
         rows.append(scores)
         products.append(multiplied(base, weights, norm, config))
+    for each in (*rows, *products):
+        each[: config.num_first] = torch.inf
     ranking = products if base == "thetakv" else rows
     padded = [[-torch.inf] * (most - len(row)) + row.tolist() for row in ranking]
-    padded = oracle.first_pages_first(padded, BLOCK_SIZE)
+    least = -(-config.num_first // BLOCK_SIZE)
+    padded = oracle.first_pages_first(padded, least * BLOCK_SIZE)
     counts = [cut.num_packed] * len(heads)
     if base in ("adakv", "thetakv") or case.method.startswith("ada-"):
         counts = oracle.adaptive_pages(

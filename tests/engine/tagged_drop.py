@@ -12,7 +12,6 @@ from vllm_kvselect.engine.drop.drop import Drop
 from vllm_kvselect.kernels.base import REFERENCES
 from vllm_kvselect.paging.compaction import move_retained
 from vllm_kvselect.planning.cuts import Cut
-from vllm_kvselect.scorers import FirstTokens
 from vllm_kvselect.scoring.held import Held
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.selecting.ranking import Candidates
@@ -190,15 +189,11 @@ class Seen:
 
     def _check_scores(self, layer: int, scores: torch.Tensor) -> None:
         """Every entry has the score that it got, at its position, when it first competed."""
-        num_sinks = self.settings.of(FirstTokens).num_sinks
         positions = {tag: position for position, tag in enumerate(self.row.tags.tolist())}
         for head in range(NUM_KV_HEADS):
             own = scores[head, self.num_absent(layer, head) :].tolist()
             held = self._held(layer, head)[: len(own)].tolist()
             expected = [entry * LONGEST + positions[entry // CODES.size] for entry in held]
-            for place, entry in enumerate(held):
-                if positions[entry // CODES.size] < num_sinks:
-                    expected[place] = float("inf")
             require(
                 self.row.request_id in self.worker.damaged or own == expected,
                 f"{self.name} has scores of other entries",

@@ -16,6 +16,7 @@ from tests.engine.random_models import (
     random_llama,
     random_prompts,
 )
+from vllm_kvselect.selecting.ranking import Candidates
 
 pytestmark = pytest.mark.xdist_group("cuts in prompts")
 IN_PROMPTS = {"budget": 96, "prompt_interval": 64, "check_integrity": True}
@@ -57,6 +58,23 @@ def test_chunks_do_not_matter_and_rounds_go_on(
     served = serve(start, PROMPTS, 80, chunk_size, num_answering, **IN_PROMPTS | ROUNDS)
     for index in range(len(CASES)):
         served.check(index, llama)
+
+
+def test_no_head_ever_drops_the_first_tokens(
+    start: EngineFactory, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They fill a page and a part of another, whatever a method says of them."""
+    values = {**IN_PROMPTS, **ROUNDS, "keep_first": 40}
+    served = serve(start, PROMPTS, 80, **values)
+    for index in range(len(CASES)):
+        served.check(index, llama)
+    # A choice in which they compete as all others do is found, whatever the method.
+    only_absent = lambda self, ranking, num_first: self.without_absent(ranking)  # noqa: E731
+    monkeypatch.setattr(Candidates, "with_first", only_absent)
+    served = serve(start, PROMPTS, 80, **values)
+    for index in range(len(CASES)):
+        with pytest.raises(AssertionError):
+            served.check(index, llama)
 
 
 @pytest.mark.parametrize("make", [random_gemma3, random_gpt_oss], ids=["windows", "sinks"])

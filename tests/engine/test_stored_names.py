@@ -67,7 +67,7 @@ def test_folder_bound_and_checks_have_no_part_in_it() -> None:
         {"extra_args": {"kv_eviction": "layer-keydiff"}},
         {"extra_args": {"kv_eviction_budget": 0.5}},
         {"extra_args": {"kv_eviction_context": 96}},
-        {"server": SERVER.model_copy(update={"num_sinks": 5})},
+        {"server": SERVER.model_copy(update={"keep_first": 5})},
         {"server": SERVER.model_copy(update={"window": 16})},
     ],
     ids=lambda change: next(iter(change)),

@@ -31,7 +31,7 @@ class Backend:
         kernels: The kernels.
         module: Where twins stand.
         needed_norms: Norms that two-stage selection computes, of `(scores, weights, value,
-            projection, budgets, alpha, eps)`; 0 for the others.
+            projection, budgets, of_stage_1, eps)`; 0 for the others.
         cases: Methods that are run on a broken model.
         num_examples: Of each test that draws them.
         least_replaced: So many parts are more than references.
@@ -78,11 +78,12 @@ class Backend:
         projection: OutputProjection,
         budgets: torch.Tensor,
         num_retained: int,
-        *rest: float,
+        of_stage_1: torch.Tensor,
+        eps: float,
     ) -> torch.Tensor:
         """What a layer retains in two stages."""
         held = of_values(value, projection)
-        given = scores[None], weights[None], budgets, [num_retained], *rest
+        given = scores[None], weights[None], budgets, [num_retained], of_stage_1, eps
         return rows.select_pruned(self.kernels, held, *given)
 
     def placed(self, layer: Layer) -> Layer:
@@ -119,10 +120,10 @@ def behind_stage_1(needed: Callable[..., torch.Tensor]) -> Callable[..., torch.T
         value: torch.Tensor,
         projection: OutputProjection,
         budgets: torch.Tensor,
-        alpha: float,
+        of_stage_1: torch.Tensor,
         eps: float,
     ) -> torch.Tensor:
-        stage_1 = selection.stage_1_mask(scores, budgets, alpha)
+        stage_1 = selection.best_mask(scores, of_stage_1)
         return needed(weights, value, projection, stage_1, budgets, eps)
 
     return call

@@ -128,7 +128,7 @@ def launch_products(dtype: torch.dtype, head_size: int, is_quantized: bool = Fal
     held, config = held_of(dtype, head_size, is_quantized), EvictionConfig(method="adakv-perturb")
     scores = cuda.snapkv_scores(held, config)
     budgets = torch.full((KV_HEADS,), 1024)
-    cuda.select_pruned(held, scores, scores, budgets, [KV_HEADS * 1024], 0.5, 1e-4)
+    cuda.select_pruned(held, scores, scores, budgets, [KV_HEADS * 1024], budgets // 2, 1e-4)
 
 
 def projection_of(dtype: torch.dtype, head_size: int) -> OutputProjection:

@@ -18,7 +18,7 @@ import torch
 from vllm_kvselect.kernels import cpu
 cpu.load()
 print(*torch.ops.loaded_libraries)
-print(cpu.stage_1_mask(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([2]), 1.0).tolist())
+print(cpu.best_mask(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([2])).tolist())
 """
 
 

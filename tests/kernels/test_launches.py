@@ -11,6 +11,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.kernels import cuda
 from vllm_kvselect.paging import compaction
+from vllm_kvselect.selecting.selection import stage_1_counts
 
 NUM_HEADS, NUM_TOKENS, BLOCK_SIZE, NUM_PACKED = 8, 4096, 32, 16
 SIZES = [(1, 1), (4, 1), (32, 1), (4, 8), (32, 8)]
@@ -51,7 +52,8 @@ def select(num_layers: int, num_requests: int) -> None:
 
 
 def mask(num_layers: int, num_requests: int) -> None:
-    cuda.KERNELS.stage_1_mask(*heads(num_layers, num_requests), 0.5)
+    scores, budgets = heads(num_layers, num_requests)
+    cuda.KERNELS.best_mask(scores, stage_1_counts(budgets, 0.5, num_first=4))
 
 
 def move(num_layers: int, num_requests: int) -> None:
@@ -86,7 +88,7 @@ PARTS: dict[str, tuple[Callable[[int, int], None], int]] = {
     "shared": (lambda *sizes: allocate("shared_pages", pools(*sizes)), 8),
     "best first": (raise_best, 2),
     "selection": (select, 2),
-    "stage 1": (mask, 4),
+    "stage 1": (mask, 6),
     "offsets": (store, 3),
 }
 """Parts of a cut, and how many launches each takes."""

@@ -44,10 +44,10 @@ SCORERS: tuple[tuple[Scorer, dict[str, object]], ...] = (
     (defensivekv.mean_attention, {}),
     (defensivekv.defensive_scores, {"kernel_size": 5}),
     (keydiff.keydiff_scores, {}),
-    (probe.probe_scores, {"num_sinks": 4}),
+    (probe.probe_scores, {}),
     (knorm.knorm_scores, {}),
     (at_random.random_scores, {"seed": 5}),
-    (streaming_llm.streaming_llm_scores, {"num_sinks": 4}),
+    (streaming_llm.streaming_llm_scores, {}),
     (r_kv.r_kv_scores, {"kernel_size": 5, "r_kv_threshold": 0.3}),
 )
 WORLDS = {

@@ -119,7 +119,7 @@ def test_norms_whose_bounds_come_second_are_found() -> None:
     value = torch.zeros(1, 80, 2, device=DEVICE)
     value[0, :40, 0], value[0, 40:60, 1], value[0, 60:, 1] = 1.1, 1.0, 0.1
     scores, budgets = torch.ones(1, 80, device=DEVICE), torch.tensor([10], device=DEVICE)
-    stage_1 = selection.stage_1_mask(scores, budgets, 0.0)
+    stage_1 = selection.best_mask(scores, torch.zeros_like(budgets))
     projection = OutputProjection.of(weight)
     norms = needed_value_norms(scores, value, projection, stage_1, budgets, 0.0)
     assert norms.count_nonzero() == 60

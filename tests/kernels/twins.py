@@ -140,7 +140,7 @@ def test_probed_scores(
     inputs = probe_inputs(shape, seed, dtype, kind, backend.device)
     # The last one is the window.
     competing = replace(inputs, value=inputs.value[:, :-1], first_position=first_position)
-    config = EvictionConfig.parse({"method": "adakv-perturb", "num_sinks": 0, "window": 1})
+    config = EvictionConfig(method="adakv-perturb", window=1)
     scores = backend.scores(probe.probe_scores, competing, config)
     check_probed(scores, replace(competing, key=inputs.key[:, :-1]), first_position)
 
@@ -211,17 +211,18 @@ def test_needed_value_norms_retain_what_all_norms_retain(
     budgets = backend.budgets(data.draw, heads, num_tokens)
     total = int(budgets.sum())
     arguments = (scores, weights, value, projection, budgets)
-    norms = backend.needed_norms(*arguments, alpha, eps)
+    of_stage_1 = selection.stage_1_counts(budgets, alpha)
+    norms = backend.needed_norms(*arguments, of_stage_1, eps)
     every = backend.value_norms(value, projection)
     rtol = backend.norms_rtol
     torch.testing.assert_close(norms[norms != 0], every[norms != 0], rtol=rtol, atol=0)
-    stage_1 = selection.stage_1_mask(scores, budgets, alpha)
+    stage_1 = selection.best_mask(scores, of_stage_1)
     own, pruned, exact = (
         selection.select(selection.stage_2_keys(weights, each, stage_1, eps), budgets, total)
         for each in (norms, every.where(norms != 0, 0.0), every)
     )
     assert torch.equal(pruned, exact)
-    retained = backend.select_pruned(*arguments, total, alpha, eps)
+    retained = backend.select_pruned(*arguments, total, of_stage_1, eps)
     assert torch.equal(retained, own)
 
 
@@ -232,7 +233,7 @@ def test_most_norms_are_not_needed(backend: Backend) -> None:
     projection = backend.pack(OutputProjection.of(weight))
     scores = (torch.rand(2, 500, generator=generator) ** 8).to(backend.device)
     budgets = torch.tensor([40, 20]).to(backend.device)
-    norms = backend.needed_norms(scores, scores, value, projection, budgets, 0.5, 1e-4)
+    norms = backend.needed_norms(scores, scores, value, projection, budgets, budgets // 2, 1e-4)
     assert ((norms != 0).sum(dim=1) < 3 * budgets).all()
 
 
@@ -252,11 +253,9 @@ def test_selection(
     budgets = backend.budgets(data.draw, heads, num_tokens)
     retained = backend.kernels.select(scores, budgets, int(budgets.sum()))
     assert entries(retained, num_tokens) == oracle.select(scores.tolist(), budgets.tolist())
-    alpha = data.draw(st.sampled_from((0.0, 0.3, 0.5, 1.0)))
-    mask = backend.kernels.stage_1_mask(scores, budgets, alpha)
-    of_stage_1 = [int(alpha * budget) for budget in budgets.tolist()]
+    mask = backend.kernels.best_mask(scores, budgets)
     taken = entries(mask.flatten().nonzero().flatten(), num_tokens)
-    assert taken == oracle.select(scores.tolist(), of_stage_1)
+    assert taken == oracle.select(scores.tolist(), budgets.tolist())
 
 
 @pytest.mark.parametrize(

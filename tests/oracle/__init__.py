@@ -8,6 +8,7 @@ which is exact for every floating-point type up to float64.
 from tests.oracle.allocation import (
     adaptive_pages,
     first_pages_first,
+    first_tokens_first,
     largest_remainder,
     pyramid_blocks,
 )
@@ -33,7 +34,6 @@ from tests.oracle.scores import (
     r_kv_scores,
     random_scores,
     snapkv_scores,
-    streaming_llm_order,
     value_l2_norms,
     value_norms,
 )
@@ -64,6 +64,7 @@ __all__ = [
     "expected_attention",
     "expected_attention_scores",
     "first_pages_first",
+    "first_tokens_first",
     "h2o_scores",
     "keydiff_scores",
     "knorm_scores",
@@ -83,7 +84,6 @@ __all__ = [
     "select_two_stages",
     "snapkv_scores",
     "softmax",
-    "streaming_llm_order",
     "value_l2_norms",
     "value_norms",
     "window_attention",

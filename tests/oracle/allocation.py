@@ -60,20 +60,32 @@ def adaptive_pages(
     return largest_remainder([budget / block_size for budget in budgets])
 
 
-def first_pages_first(scores: Matrix, block_size: int) -> Matrix:
-    """Raises the best page of each head that has scores of infinity, which no head drops."""
+def first_tokens_first(scores: Matrix, num_first: int) -> Matrix:
+    """Raises each head's first entries, which no head drops; minus infinity is no entry."""
     raised = []
     for row in scores:
-        first = best_first(row)[:block_size] if inf in row else []
+        start = next((token for token, score in enumerate(row) if score > -inf), 0)
+        first = range(start, start + num_first)
         raised.append([inf if token in first else score for token, score in enumerate(row)])
     return raised
 
 
-def pyramid_blocks(num_packed: int, num_layers: int, num_blocks: int, beta: int) -> list[int]:
+def first_pages_first(scores: Matrix, num_entries: int) -> Matrix:
+    """Raises as many of the best entries of each head as fill the pages of its first tokens."""
+    raised = []
+    for row in scores:
+        first = [token for token in best_first(row)[:num_entries] if row[token] > -inf]
+        raised.append([inf if token in first else score for token, score in enumerate(row)])
+    return raised
+
+
+def pyramid_blocks(
+    num_packed: int, num_layers: int, num_blocks: int, beta: int, least: int = 1
+) -> list[int]:
     """Packed blocks per layer (PyramidKV): an arithmetic sequence, its mean `num_packed`."""
     if num_layers == 1:
         return [num_packed]
-    last = max(Fraction(1), Fraction(num_packed) / beta)
+    last = max(Fraction(min(least, num_packed)), Fraction(num_packed) / beta)
     first = 2 * num_packed - last
     if first > num_blocks:
         first, last = Fraction(num_blocks), Fraction(2 * num_packed - num_blocks)

@@ -2,10 +2,15 @@
 
 from collections.abc import Sequence
 from itertools import chain
-from math import fsum, inf
+from math import ceil, fsum, inf
 from typing import NamedTuple
 
-from tests.oracle.allocation import adaptive_pages, first_pages_first, pyramid_blocks
+from tests.oracle.allocation import (
+    adaptive_pages,
+    first_pages_first,
+    first_tokens_first,
+    pyramid_blocks,
+)
 from tests.oracle.scores import (
     defensive_scores,
     expected_attention,
@@ -17,7 +22,6 @@ from tests.oracle.scores import (
     r_kv_scores,
     random_scores,
     snapkv_scores,
-    streaming_llm_order,
     value_l2_norms,
     value_norms,
 )
@@ -79,20 +83,26 @@ def retain(
             weights = [row[:num_tokens] for row in weights]
             products.append(multiplied(base, scores[i], weights, layer, even, config))
     by_products = base == "thetakv" or one_stage
+    scores, products = (
+        [first_tokens_first(layer, config.num_first) for layer in each]
+        for each in (scores, products)
+    )
     ranking = products if products and by_products else scores
+    least = ceil(config.num_first / block_size)
 
+    if "pyramidkv" in base:
+        shape = (num_packed, num_layers, num_tokens // block_size)
+        blocks = pyramid_blocks(*shape, config.beta, max(1, least))
     if base == "pyramidkv":
-        blocks = pyramid_blocks(num_packed, num_layers, num_tokens // block_size, config.beta)
         pages = [count for count in blocks for _ in range(num_heads)]
     elif base == "ada-pyramidkv":
-        blocks = pyramid_blocks(num_packed, num_layers, num_tokens // block_size, config.beta)
         pages = []
         for layer_ranking, count in zip(ranking, blocks, strict=True):
-            pages += adaptive_pages(
-                layer_ranking, count, block_size, config.safeguard, config.floor
-            )
+            raised = first_pages_first(layer_ranking, min(least, count) * block_size)
+            pages += adaptive_pages(raised, count, block_size, config.safeguard, config.floor)
     else:
-        heads = first_pages_first(list(chain.from_iterable(ranking)), block_size)
+        of_first = min(least, num_packed) * block_size
+        heads = first_pages_first(list(chain.from_iterable(ranking)), of_first)
         is_ada = base in QUERY_AGNOSTIC and config.method.startswith("ada-")
         if base in ("adakv", "thetakv") or is_ada:
             pages = adaptive_pages(heads, num_packed, block_size, config.safeguard, config.floor)
@@ -108,7 +118,8 @@ def retain(
     flat_products = list(chain.from_iterable(products))
     if one_stage:
         return Retained(select(flat_products, budgets), pages)
-    return Retained(select_two_stages(flat_scores, flat_products, budgets, config.alpha), pages)
+    stages = (budgets, config.alpha, config.num_first)
+    return Retained(select_two_stages(flat_scores, flat_products, *stages), pages)
 
 
 def retain_uneven(
@@ -151,8 +162,10 @@ def retain_uneven(
                 of_head = [(w + config.eps) * norm for w, norm in pairs]
             products.append(nothing + of_head)
     has_products = config.method.endswith("-perturb") or base == "thetakv"
+    scores, products = (first_tokens_first(each, config.num_first) for each in (scores, products))
     ranking = products if base == "thetakv" else scores
-    raised = first_pages_first(ranking, block_size)
+    least = min(ceil(config.num_first / block_size), num_packed)
+    raised = first_pages_first(ranking, least * block_size)
     if base in ("adakv", "thetakv") or config.method.startswith("ada-"):
         pages = adaptive_pages(raised, num_packed, block_size, config.safeguard, "minimum")
     elif config.method.startswith("layer-"):
@@ -161,7 +174,8 @@ def retain_uneven(
         pages = [num_packed] * len(ranking)
     budgets = [block_size * count for count in pages]
     if has_products:
-        return Retained(select_two_stages(scores, products, budgets, config.alpha), pages)
+        stages = (budgets, config.alpha, config.num_first)
+        return Retained(select_two_stages(scores, products, *stages), pages)
     return Retained(select(ranking, budgets), pages)
 
 
@@ -178,8 +192,7 @@ def stage_1_scores(
     query, key, sinks = layer.query, layer.key, layer.sinks
     num_scored = len(key[0]) - config.window
     if base == "streaming-llm":
-        order = streaming_llm_order(num_scored, config.num_sinks)
-        return [[-order.index(token) for token in range(num_scored)]] * len(key)
+        return [list(range(num_scored))] * len(key)
     if base == "random":
         return random_scores(config.seed, index, len(key), num_scored)
     if base == "probe" and layer.numbers:
@@ -191,17 +204,16 @@ def stage_1_scores(
     if base == "knorm":
         return knorm_scores(key, config.window)
     if base == "expected-attention":
-        future = (config.num_sinks, config.future, layer.frequencies)
+        future = (config.num_first, config.future, layer.frequencies)
         attention = expected_attention(query, key, scale, *future, sinks)
-        options = (config.window, config.num_sinks, config.expected_eps)
+        options = (config.window, config.expected_eps)
         of_values = not config.method.endswith("-perturb")
         return expected_attention_scores(attention, layer.value, *options, of_values)
     if base == "probe":
         of_tokens = (key, layer.value, layer.probe, layer.frequencies)
-        return probe_scores(*of_tokens, config.window, config.num_sinks)
+        return probe_scores(*of_tokens, config.window)
     if base == "kvzip":
-        paid = [row[:num_scored] for row in layer.replayed]
-        return [[inf if t < config.num_sinks else x for t, x in enumerate(row)] for row in paid]
+        return [row[:num_scored] for row in layer.replayed]
     if base == "defensivekv":
         return snapkv_scores(query, key, scale, 1, sinks=sinks)
     if base == "r-kv":

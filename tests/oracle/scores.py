@@ -52,12 +52,6 @@ def snapkv_scores(
     return scores
 
 
-def streaming_llm_order(num_tokens: int, num_sinks: int) -> list[int]:
-    """Tokens, best first: the sinks in order, then from the latest one back."""
-    sinks = list(range(min(num_sinks, num_tokens)))
-    return sinks + list(range(num_tokens - 1, len(sinks) - 1, -1))
-
-
 def h2o_scores(
     query: Cube, key: Cube, scale: float, window: int, sinks: Vector | None = None
 ) -> list[list[float]]:
@@ -154,18 +148,18 @@ def expected_attention(
     query: Cube,
     key: Cube,
     scale: float,
-    num_sinks: int,
+    num_first: int,
     future: int,
     frequencies: Vector = (),
     sinks: Vector | None = None,
 ) -> list[list[float]]:
     """Attention that a normally distributed later query pays to each key, mean over the group.
 
-    `query[position][head]` is rotated by its position, as are the keys. The first `num_sinks`
+    `query[position][head]` is rotated by its position, as are the keys. The first `num_first`
     queries and keys take no part, but there is always one query.
     """
     num_tokens, group = len(query), len(query[0]) // len(key)
-    first = min(num_sinks, num_tokens - 1)
+    first = min(num_first, num_tokens - 1)
     later = range(num_tokens, num_tokens + future)
     average = [
         sum((rect(1, position * angle) for position in later), 0j) / future for angle in frequencies
@@ -182,12 +176,12 @@ def expected_attention(
             mu, sigma = turned(mu, average), [turned(row, average) for row in sigma]
             sigma = [turned(column, average) for column in zip(*sigma, strict=True)]
             logits = []
-            for k in keys[num_sinks:]:
+            for k in keys[num_first:]:
                 spread = dot(k, [dot(row, k) for row in sigma])
                 logits.append(scale * dot(mu, k) + scale**2 * spread / 2)
             sink = -inf if sinks is None else sinks[head]
             members.append(softmax(logits, sink) if logits else [])
-        scores.append([0.0] * min(num_sinks, num_tokens))
+        scores.append([0.0] * min(num_first, num_tokens))
         scores[-1] += [mean(column) for column in zip(*members, strict=True)]
     return scores
 
@@ -196,17 +190,15 @@ def expected_attention_scores(
     attention: Matrix,
     value: Cube,
     window: int,
-    num_sinks: int,
     eps: float,
     times_length: bool = True,
 ) -> list[list[float]]:
-    """That attention and eps, times the length of the value; the first tokens before all others."""
+    """That attention and eps, times the length of the value."""
     scores = []
     for row, values in zip(attention, value, strict=True):
         scored = min(len(row) - window, len(values))
         lengths = [sqrt(dot(v, v)) if times_length else 1.0 for v in values[:scored]]
-        products = [(row[t] + eps) * lengths[t] for t in range(scored)]
-        scores.append([inf if t < num_sinks else products[t] for t in range(scored)])
+        scores.append([(row[t] + eps) * lengths[t] for t in range(scored)])
     return scores
 
 
@@ -216,9 +208,8 @@ def probe_scores(
     probe: Matrix,
     frequencies: Vector,
     window: int,
-    num_sinks: int,
 ) -> list[list[float]]:
-    """What a linear map says of each token; the first tokens before all others.
+    """What a linear map says of each token.
 
     A KV head's map reads its key, turned back by its position, its value, and 1:
     `probe[feature][kv_head]`. Of equal tokens the later one is a little above the earlier one.
@@ -230,8 +221,7 @@ def probe_scores(
         for t in range(min(len(keys) - window, len(values))):
             back = [rect(1, -t * angle) for angle in frequencies]
             features = [*turned(keys[t], back), *values[t], 1.0]
-            logarithm = dot(features, weights) + t / 2**18
-            scores[-1].append(inf if t < num_sinks else exp(logarithm))
+            scores[-1].append(exp(dot(features, weights) + t / 2**18))
     return scores
 
 

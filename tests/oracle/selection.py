@@ -31,12 +31,16 @@ def mass_stage(attention: Vector, mass: float, most: int) -> list[int]:
 
 
 def select_two_stages(
-    scores: Matrix, products: Matrix, budgets: Sequence[int], alpha: float
+    scores: Matrix, products: Matrix, budgets: Sequence[int], alpha: float, num_first: int = 0
 ) -> list[tuple[int, int]]:
-    """Algorithm 1 of arXiv 2502.03805 inside every head's budget: by score, then by product."""
+    """Algorithm 1 of arXiv 2502.03805 inside every head's budget: by score, then by product.
+
+    `num_first` entries with scores of infinity are all taken by the first stage.
+    """
     retained = []
     for head, row in enumerate(scores):
-        stage_1 = best_first(row)[: int(alpha * budgets[head])]
+        size = max(int(alpha * budgets[head]), min(num_first, budgets[head]))
+        stage_1 = best_first(row)[:size]
         rest = [token for token in best_first(products[head]) if token not in stage_1]
         tokens = stage_1 + rest[: budgets[head] - len(stage_1)]
         retained += [(head, token) for token in sorted(tokens)]

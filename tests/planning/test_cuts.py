@@ -2,7 +2,7 @@ from fractions import Fraction
 from math import ceil
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvselect.config import EvictionConfig
@@ -286,6 +286,9 @@ def test_a_request_without_eviction_makes_no_rounds() -> None:
         ({"decode_budget": 64, "decode_interval": 31}, "decode_interval = 31 is too short"),
         ({"decode_budget": 64, "decode_interval": 32}, None),
         ({"decode_interval": 1}, None),
+        ({"decode_budget": 95, "keep_first": 33}, "decode_budget = 95 is too small: at least 96"),
+        ({"decode_budget": 96, "keep_first": 33}, None),
+        ({"budget": 0.045, "keep_first": 33}, "budget = 0.045 retains 93 entries of 2048 tokens"),
     ],
 )
 def test_rounds_have_room_for_a_window_and_a_block(
@@ -309,8 +312,11 @@ def bounded(draw: st.DrawFn) -> tuple[EvictionConfig, int]:
         "least": draw(st.sampled_from((0, 50, 1024))),
         "decode_budget": draw(st.integers(window + block_size, 200)),
         "decode_interval": draw(st.integers(shortest, 120)),
+        "keep_first": draw(st.sampled_from((None, 1, 50))),
     }
-    return EvictionConfig.parse(values), block_size
+    config = EvictionConfig.parse(values)
+    assume(budget_problem(900, block_size, config) is None)
+    return config, block_size
 
 
 @many
@@ -329,7 +335,11 @@ def test_a_prompt_is_cut_at_multiples_of_its_interval_and_at_its_end(
             entries = budget_entries(cut.position, config)
             if isinstance(config.budget, float):
                 entries = max(entries, config.least)
-            assert entries + step <= num_retained < entries + step + block_size
+            # The first tokens have whole pages, however little is seen.
+            of_tail = cut.position - cut.tail_start * block_size
+            of_first = ceil((config.keep_first or 0) / block_size) * block_size
+            wanted = max(entries + step, of_first + of_tail)
+            assert wanted <= num_retained < wanted + block_size
             assert cut.tail_start == (cut.position - step) // block_size
             # What follows it does not matter.
             assert cut in cuts(900, block_size, config)

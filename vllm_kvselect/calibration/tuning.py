@@ -14,7 +14,6 @@ from vllm_kvselect.calibration.teacher import features_of
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.offline.capture import capture
 from vllm_kvselect.offline.kvzip import Replay, chunks
-from vllm_kvselect.scorers import FirstTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -95,10 +94,10 @@ def tuned(
 
 def _gates(scores: torch.Tensor, softness: float) -> torch.Tensor:
     """`[len(SHARES), num_layers, num_kv_heads, num_tokens]`; the first tokens are never dropped."""
-    num_sinks = EvictionConfig(method="layer-probe").of(FirstTokens).num_sinks
-    competing = scores[..., num_sinks:]
+    num_first = EvictionConfig(method="layer-probe").num_first
+    competing = scores[..., num_first:]
     gates = torch.stack([log_gates(competing, share, softness) for share in SHARES])
-    return torch.cat((torch.zeros_like(gates[..., :num_sinks]), gates), dim=-1)
+    return torch.cat((torch.zeros_like(gates[..., :num_first]), gates), dim=-1)
 
 
 def _loss(divergences: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,7 @@ class Kernels:
         adaptive_pages: Pages by the heads' best entries, with a safeguard.
         shared_pages: The same without one.
         best_first: Scores of which each head's best come before all others.
-        stage_1_mask: Entries that stage 1 retains.
+        best_mask: Marks each head's best entries.
         select: Entries that are retained by one key.
         select_pruned: Entries that are retained in two stages, with the norms that this takes.
         read_pages: Whole pages of a cache whose pages have an inner order.
@@ -90,9 +90,7 @@ class Kernels:
     adaptive_pages: Allocator = allocation.adaptive_pages
     shared_pages: Allocator = allocation.shared_pages
     best_first: Callable[[torch.Tensor, Sequence[int]], torch.Tensor] = selection.best_first
-    stage_1_mask: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = (
-        selection.stage_1_mask
-    )
+    best_mask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = selection.best_mask
     select: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] = selection.select
     select_pruned: Callable[
         [
@@ -102,7 +100,7 @@ class Kernels:
             OutputProjection,
             torch.Tensor,
             int,
-            float,
+            torch.Tensor,
             float,
             torch.Tensor | None,
         ],

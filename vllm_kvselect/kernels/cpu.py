@@ -108,15 +108,15 @@ def select_pruned(
     projection: OutputProjection,
     budgets: torch.Tensor,
     num_retained: int,
-    alpha: float,
+    of_stage_1: torch.Tensor,
     eps: float,
     num_absent: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of `pruning.select_pruned`."""
     given = (scores, weights, value, projection, budgets)
     if projection.packed is None:
-        return pruning.select_pruned(*given, num_retained, alpha, eps, num_absent)
-    return select_and_project(*given, alpha, eps, num_absent)[0]
+        return pruning.select_pruned(*given, num_retained, of_stage_1, eps, num_absent)
+    return select_and_project(*given, of_stage_1, eps, num_absent)[0]
 
 
 def select_and_project(
@@ -125,7 +125,7 @@ def select_and_project(
     value: torch.Tensor,
     projection: OutputProjection,
     budgets: torch.Tensor,
-    alpha: float,
+    of_stage_1: torch.Tensor,
     eps: float,
     num_absent: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,7 +141,7 @@ def select_and_project(
         math.sqrt(hidden_size) * pruning.rounding_factor(value.dtype, value.shape[2], hidden_size),
         budgets,
         num_absent,
-        alpha,
+        of_stage_1,
         eps,
     )
     return selected
@@ -173,11 +173,11 @@ def best_first(scores: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     return _call("best_first", _rows(scores), counts)
 
 
-def stage_1_mask(scores: torch.Tensor, budgets: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Twin of `selection.stage_1_mask`."""
+def best_mask(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Twin of `selection.best_mask`."""
     if scores.dtype != torch.float32:
-        return selection.stage_1_mask(scores, budgets, alpha)
-    return _call("best_mask", _rows(scores), selection.stage_1_counts(budgets, alpha))
+        return selection.best_mask(scores, counts)
+    return _call("best_mask", _rows(scores), counts)
 
 
 def select(scores: torch.Tensor, budgets: torch.Tensor, num_retained: int) -> torch.Tensor:
@@ -295,7 +295,7 @@ KERNELS = Kernels(
     adaptive_pages=adaptive_pages,
     shared_pages=shared_pages,
     best_first=best_first,
-    stage_1_mask=stage_1_mask,
+    best_mask=best_mask,
     select=select,
     read_pages=read_pages,
     read_entries=read_entries,

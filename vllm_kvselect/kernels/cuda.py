@@ -23,7 +23,7 @@ from vllm_kvselect.kernels.triton.page_table import headwise_page_table
 from vllm_kvselect.kernels.triton.paged import takes
 from vllm_kvselect.kernels.triton.probe import probe_scores
 from vllm_kvselect.kernels.triton.pruning import select_pruned
-from vllm_kvselect.kernels.triton.selection import best_first, select, stage_1_mask
+from vllm_kvselect.kernels.triton.selection import best_first, best_mask, select
 from vllm_kvselect.kernels.triton.value_norms import projected_value_norms
 from vllm_kvselect.kernels.triton.window_attention import (
     defensive_scores,
@@ -83,7 +83,7 @@ KERNELS = Kernels(
     adaptive_pages=adaptive_pages,
     shared_pages=shared_pages,
     best_first=best_first,
-    stage_1_mask=stage_1_mask,
+    best_mask=best_mask,
     select=select,
     move_retained=move_retained,
     headwise_page_table=headwise_page_table,

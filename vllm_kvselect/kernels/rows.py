@@ -70,7 +70,7 @@ def select_pruned(
     weights: torch.Tensor,
     budgets: torch.Tensor,
     num_retained: Sequence[int],
-    alpha: float,
+    of_stage_1: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
     """Selects in two stages, with the norms that this takes; see `pruning.select_pruned`.
@@ -82,16 +82,16 @@ def select_pruned(
         weights: Likewise.
         budgets: Entries per head, `[num_rows * num_kv_heads]` int64.
         num_retained: Their sum in each row.
-        alpha: Share of a budget that stage 1 fills.
+        of_stage_1: Entries per head that stage 1 retains, shaped as the budgets.
         eps: Added to the weight in stage 2.
 
     Returns:
         `(row * num_kv_heads + head) * num_competing + column`, ascending, `[n]` int64.
     """
     if twin := kernels.over_rows.get("select_pruned"):
-        return twin(held, scores, weights, budgets, num_retained, alpha, eps)
+        return twin(held, scores, weights, budgets, num_retained, of_stage_1, eps)
     found = []
-    by_row = budgets.view(held.num_rows, -1)
+    by_row, by_row_1 = (part.view(held.num_rows, -1) for part in (budgets, of_stage_1))
     for rows, inputs in held.rows():
         index = rows.start
         own = held.own(index)
@@ -103,7 +103,7 @@ def select_pruned(
             inputs.output_projection,
             by_row[index],
             num_retained[index],
-            alpha,
+            by_row_1[index],
             eps,
             inputs.num_absent,
         )

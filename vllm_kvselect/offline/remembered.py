@@ -14,7 +14,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.scoring.inputs import Scorer, ScoringInputs
 from vllm_kvselect.scoring.value_norms import OutputProjection, value_norms
-from vllm_kvselect.selecting.selection import select, stage_1_mask, stage_2_keys
+from vllm_kvselect.selecting.selection import best_mask, select, stage_2_keys
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ def remembering() -> Kernels:
         projection: OutputProjection,
         budgets: torch.Tensor,
         num_retained: int,
-        alpha: float,
+        of_stage_1: torch.Tensor,
         eps: float,
         num_absent: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert num_absent is None, "prompts have an entry in every column"
         norms = remembered_norms(value, projection).to(scores.dtype)
-        stage_1 = stage_1_mask(scores, budgets, alpha)
+        stage_1 = best_mask(scores, of_stage_1)
         return select(stage_2_keys(weights, norms, stage_1, eps), budgets, num_retained)
 
     return _Remembering(projected_value_norms=remembered_norms, select_pruned=select_by_all_norms)

@@ -17,7 +17,7 @@ from vllm_kvselect.registry import KNOWN_METHODS
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.rotation import Rotation
 from vllm_kvselect.selecting.ranking import Candidates
-from vllm_kvselect.selecting.selection import stage_1_mask
+from vllm_kvselect.selecting.selection import best_mask, stage_1_counts
 
 
 class Prompt(NamedTuple):
@@ -90,8 +90,9 @@ def stage_1_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
         for layers, retention in _choose(prompt, cut, config):
             budgets = retention.offsets.diff() * prompt.block_size
             candidates = _score(prompt, layers, scored, config)
-            alpha = config.of(FirstStage).alpha
-            first = stage_1_mask(candidates.scores.flatten(0, 1), budgets, alpha)
+            of_stage_1 = stage_1_counts(budgets, config.of(FirstStage).alpha, config.num_first)
+            scores = candidates.with_first(candidates.scores, config.num_first)
+            first = best_mask(scores.flatten(0, 1), of_stage_1)
             entries[layers, :, :scored] = first.view_as(candidates.scores)
     return entries
 

@@ -161,7 +161,7 @@ def cuts(
         num_prompt_tokens: Length of the prompt in tokens.
         block_size: Tokens per block.
         config: The request's configuration; only `method`, `budget`, `least`, `window`, `context`,
-            `prompt_interval`, `decode_budget` and `decode_interval` matter here.
+            `prompt_interval`, `keep_first`, `decode_budget` and `decode_interval` matter here.
         max_tokens: Tokens that the request may generate.
         page_size: Entries per page, of which a block has one or several; None for one.
 
@@ -185,8 +185,10 @@ def cuts(
         of_rounds = range(begin + step, begin + max_tokens, step)
         wanted += [(position, config.window, config.decode_budget) for position in of_rounds]
     made: list[Cut] = []
+    per_page = page_size or block_size
+    least = first_pages(config, per_page)
     for position, num_latest, num_entries in wanted:
-        cut = _cut_at(position, block_size, page_size or block_size, num_latest, num_entries)
+        cut = _cut_at(position, block_size, per_page, num_latest, num_entries, least)
         if cut is not None and cut.num_freed > (made[-1].num_freed if made else 0):
             made.append(cut)
     return Cuts(made)
@@ -222,19 +224,24 @@ def chunk_end(begin: int, end: int, cut: Cut, window: int, tokens_in_graph: int 
 
 
 def _cut_at(
-    position: int, block_size: int, page_size: int, window: int, entries: int
+    position: int, block_size: int, page_size: int, window: int, entries: int, least: int
 ) -> Cut | None:
     """The cut at a length in tokens, or None if it would free nothing.
 
     The budget, in entries, is met in whole pages, rounded up: less is never retained than was asked
-    for. The last `window` tokens do not compete, and count.
+    for, nor less than `least` packed pages. The last `window` tokens do not compete, and count.
     """
     tail_start, per_block = (position - window) // page_size, block_size // page_size
     num_tail_entries = position - tail_start * page_size
-    num_packed = max(1, -((num_tail_entries - entries) // page_size))
+    num_packed = max(least, -((num_tail_entries - entries) // page_size))
     first_packed = tail_start // per_block * per_block - num_packed
     cut = Cut(position, first_packed, num_packed, tail_start, per_block)
     return cut if cut.num_freed > 0 else None
+
+
+def first_pages(config: EvictionConfig, page_size: int) -> int:
+    """Pages that each head keeps at least, the first tokens in them."""
+    return max(1, ceil(config.num_first / page_size))
 
 
 def whole_interval(config: EvictionConfig, block_size: int) -> int:
@@ -273,6 +280,7 @@ def most_blocks(
         return whole
     step = whole_interval(config, block_size)
     entries = max(least_entries(config), budget_entries(max_tokens, config))
+    entries = max(entries, first_pages(config, block_size) * block_size)
     of_rounds = max(entries, config.decode_budget) + config.decode_interval
     # A cut in a prompt leaves the budget and an interval.
     at_once = max(entries + 2 * step, of_rounds) + num_ahead
@@ -289,11 +297,12 @@ def budget_problem(max_prompt_tokens: int, page_size: int, config: EvictionConfi
         page_size: Entries per page.
         config: The configuration.
     """
-    least, entries = config.window + page_size, budget_entries(max_prompt_tokens, config)
+    pages, entries = first_pages(config, page_size), budget_entries(max_prompt_tokens, config)
+    least = config.window + pages * page_size
     if 0 < config.decode_budget < least:
         return (
             f"decode_budget = {config.decode_budget} is too small: at least {least} are needed, "
-            f"the window of {config.window} and one page of {page_size}"
+            f"the window of {config.window} and {pages} page(s) of {page_size}"
         )
     shortest = max(page_size, config.window)
     for name, interval in (
@@ -308,6 +317,7 @@ def budget_problem(max_prompt_tokens: int, page_size: int, config: EvictionConfi
     if entries >= least:
         return None
     return (
-        f"budget = {config.budget!r} retains {entries} entries of {max_prompt_tokens} tokens; at "
-        f"least {least} are needed, the window of {config.window} and one page of {page_size}"
+        f"budget = {config.budget!r} retains {entries} entries of {max_prompt_tokens} tokens; "
+        f"at least {least} are needed, "
+        f"the window of {config.window} and {pages} page(s) of {page_size}"
     )

@@ -45,6 +45,11 @@ class Plan:
         return self.cuts.num_made(self.num_prompt_tokens - 1)
 
     @property
+    def ends_with_states(self) -> bool:
+        """Whether each cut leaves a state: of requests with others, or rounds, not all do."""
+        return len(self.cuts) == self.num_states
+
+    @property
     def context_cut(self) -> Cut:
         """The cut at a marked context's end."""
         assert self.has_context

@@ -8,7 +8,7 @@ that a key can expect in closed form.
 import torch
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.scorers import Expectation, FirstTokens
+from vllm_kvselect.scorers import Expectation
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.query_moments import QueryMoments
 
@@ -17,22 +17,20 @@ _BLOCK_ELEMENTS = 2**22
 
 
 def expected_attention_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
-    """Scores entries by `(attention + expected_eps) * norm of the value`, the first tokens above.
+    """Scores entries by `(attention + expected_eps) * norm of the value`.
 
     Args:
         inputs: Keys and queries of the whole prompt, and values.
-        config: Gives `expected_eps`, `future`, `num_sinks` and `window`.
+        config: Gives `expected_eps`, `future`, `num_first` and `window`.
 
     Returns:
         `[num_kv_heads, n]` for those of the tokens before the window that values cover, at least
-        float32. Infinity for the first `num_sinks`, which no head drops.
+        float32.
     """
     weights = expected_weights(inputs, config)
     value = inputs.value[:, : weights.shape[1]]
     norms: torch.Tensor = torch.linalg.vector_norm(value, dim=-1, dtype=weights.dtype)
-    scores = weights * norms
-    scores[:, : _num_sinks(config)] = float("inf")
-    return scores
+    return weights * norms
 
 
 def expected_weights(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
@@ -47,30 +45,28 @@ def expected_weights(inputs: ScoringInputs, config: EvictionConfig) -> torch.Ten
     """
     num_tokens = min(inputs.key.shape[1] - config.window, inputs.value.shape[1])
     expected = expected_attention(inputs, config)[:, :num_tokens]
-    weights = expected + config.of(Expectation).expected_eps
-    weights[:, : _num_sinks(config)] = float("inf")
-    return weights
+    return expected + config.of(Expectation).expected_eps
 
 
 def expected_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Attention that a later query pays to every key, in expectation.
 
     For `q ~ N(mu, Sigma)` a key's `E[exp(scale * q k)]` is `exp(scale * mu k + scale^2 * k Sigma k
-    / 2)`. Softmax over the keys after the first `num_sinks`, mean over the query group.
+    / 2)`. Softmax over the keys after the first `num_first`, mean over the query group.
 
     Args:
         inputs: As in `expected_attention_scores`; values are not read.
-        config: Gives `future` and `num_sinks`.
+        config: Gives `future` and `num_first`.
 
     Returns:
-        `[num_kv_heads, num_tokens]`, 0 for the first `num_sinks`: rows sum to 1, or to what the
+        `[num_kv_heads, num_tokens]`, 0 for the first `num_first`: rows sum to 1, or to what the
         model's own attention sinks leave of it.
     """
     num_kv_heads, num_tokens, head_size = inputs.key.shape
-    num_sinks = _num_sinks(config)
+    num_first = config.num_first
     mean, covariance = _of_later_queries(_moments(inputs, config), inputs, config)
     logits = _log_expectations(
-        inputs.key[:, num_sinks:],
+        inputs.key[:, num_first:],
         (inputs.scale * mean).view(num_kv_heads, -1, head_size),
         (inputs.scale**2 / 2 * covariance).view(num_kv_heads, -1, head_size, head_size),
     )
@@ -79,18 +75,18 @@ def expected_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.T
         logits = torch.cat((logits, of_heads), dim=-1)
     attention = logits.softmax(dim=-1).mean(dim=1)
     scores = attention.new_zeros(num_kv_heads, num_tokens)
-    num_keys = num_tokens - num_sinks
-    scores[:, num_sinks:] = attention[:, : max(num_keys, 0)]
+    num_keys = num_tokens - num_first
+    scores[:, num_first:] = attention[:, : max(num_keys, 0)]
     return scores
 
 
 def _moments(inputs: ScoringInputs, config: EvictionConfig) -> QueryMoments:
     """Moments of the queries before their rotation, in blocks.
 
-    The first `num_sinks` are outliers and do not count, but the last of all always does.
+    The first `num_first` are outliers and do not count, but the last of all always does.
     """
     num_queries = len(inputs.query)
-    skipped = min(_num_sinks(config), num_queries - 1)
+    skipped = min(config.num_first, num_queries - 1)
     step, moments = max(1, _BLOCK_ELEMENTS // inputs.query[0].numel()), None
     for start in range(skipped, num_queries, step):
         query = inputs.query[start : start + step].transpose(0, 1)
@@ -101,10 +97,6 @@ def _moments(inputs: ScoringInputs, config: EvictionConfig) -> QueryMoments:
         moments = moments.merged(added) if moments else added
     assert moments is not None
     return moments
-
-
-def _num_sinks(config: EvictionConfig) -> int:
-    return config.of(FirstTokens).num_sinks
 
 
 def _of_later_queries(

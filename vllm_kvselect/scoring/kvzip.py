@@ -7,23 +7,19 @@ teacher of the probe, and what the probe is measured against.
 import torch
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.scorers import FirstTokens
 from vllm_kvselect.scoring.inputs import ScoringInputs
 
 
 def replay_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
-    """Scores entries by the most attention that the replay pays them, the first tokens above all.
+    """Scores entries by the most attention that the replay pays them.
 
     Args:
         inputs: What the replay paid, and shapes.
-        config: Gives `num_sinks` and `window`.
+        config: Gives `window`.
 
     Returns:
-        `[num_kv_heads, n]` for those of the tokens before the window that values cover. Infinity
-        for the first `num_sinks`, as for the probe.
+        `[num_kv_heads, n]` for those of the tokens before the window that values cover.
     """
     assert inputs.replayed is not None
     num_tokens = min(inputs.key.shape[1] - config.window, inputs.value.shape[1])
-    scores = inputs.replayed[:, :num_tokens].clone()
-    scores[:, : config.of(FirstTokens).num_sinks] = float("inf")
-    return scores
+    return inputs.replayed[:, :num_tokens]

@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.scorers import FirstTokens
 from vllm_kvselect.scoring.inputs import ScoringInputs
 
 PER_TOKEN = 2.0**-18
@@ -29,18 +28,18 @@ _BLOCK_ELEMENTS = 2**19
 
 
 def probe_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
-    """Scores entries by what the probe says of them, the first tokens above all others.
+    """Scores entries by what the probe says of them.
 
     A token is scored when it first competes: its score is its number from then on.
 
     Args:
         inputs: Keys and values, rotation and probe; the scores of the first entries as numbers, if
             they were scored before.
-        config: Gives `num_sinks` and `window`.
+        config: Gives `window`.
 
     Returns:
         `[num_kv_heads, n]` for those of the tokens before the window that values cover, at least
-        float32. Infinity for the first `num_sinks`, which no head drops.
+        float32.
     """
     return scores_with(probed_scores, inputs, config)
 
@@ -55,8 +54,6 @@ def scores_with(
     numbers, position = inputs.numbers, inputs.first_position
     begin = 0 if numbers is None else min(end, numbers.shape[1])
     scores = probed(_part(inputs, slice(begin, end)), position)
-    num_sinks = config.of(FirstTokens).num_sinks
-    scores[:, : max(0, num_sinks - position)].fill_(float("inf"))
     return scores if numbers is None else torch.cat((numbers[:, :end], scores), dim=1)
 
 

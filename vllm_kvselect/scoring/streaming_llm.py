@@ -3,23 +3,19 @@
 import torch
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.scorers import FirstTokens
 from vllm_kvselect.scoring.inputs import ScoringInputs
 
 
 def streaming_llm_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
-    """Scores by position: sinks before everything, then the later the better.
+    """Scores by position: the later the better. The first tokens are not said to be better here.
 
     Args:
         inputs: Only shapes are read.
-        config: Gives `num_sinks`.
+        config: Not read.
 
     Returns:
         `[num_kv_heads, num_tokens - window]`, float32.
     """
     num_kv_heads, num_scored = inputs.key.shape[0], inputs.num_scored
-    places = torch.arange(num_scored, device=inputs.key.device).expand(num_kv_heads, -1)
-    if inputs.num_absent is not None:
-        places = places - inputs.num_absent[:, None]
-    is_first = places < config.of(FirstTokens).num_sinks
-    return torch.where(is_first, num_scored, places).to(torch.float32)
+    places = torch.arange(num_scored, device=inputs.key.device, dtype=torch.float32)
+    return places.repeat(num_kv_heads, 1)

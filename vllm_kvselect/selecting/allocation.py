@@ -128,12 +128,12 @@ def _pages_of(
 
 
 def pyramid_blocks(
-    num_packed: int, num_layers: int, num_blocks: int, config: EvictionConfig
+    num_packed: int, num_layers: int, num_blocks: int, config: EvictionConfig, least: int = 1
 ) -> list[int]:
     """Shares the packed blocks of all layers out by PyramidKV's arithmetic sequence.
 
     Budgets fall linearly from the first layer to the last, which gets a `beta`-th of the mean, at
-    least one block; the first gets no more than there are, and then the last gets more (arXiv
+    least `least` blocks; the first gets no more than there are, and then the last gets more (arXiv
     2406.02069 and the authors' code). Rounded by largest remainder, the lower layer first.
 
     Args:
@@ -141,14 +141,16 @@ def pyramid_blocks(
         num_layers: Layers that share.
         num_blocks: Blocks before the tail, the most that a layer can fill.
         config: Gives `beta`.
+        least: Blocks that a layer gets in any case, if that many are packed.
 
     Returns:
         Blocks per layer, each from 1 to `num_blocks`, with sum `num_packed * num_layers`.
     """
     if num_layers == 1:
         return [num_packed]
-    least = max(Fraction(num_packed, config.of(Pyramid).beta), Fraction(1))
-    most = min(2 * num_packed - least, Fraction(num_blocks))
+    least = min(least, num_packed)
+    last = max(Fraction(num_packed, config.of(Pyramid).beta), Fraction(least))
+    most = min(2 * num_packed - last, Fraction(num_blocks))
     step = 2 * (most - num_packed) / (num_layers - 1)
     quotas = [most - layer * step for layer in range(num_layers)]
     return _round_fractions(quotas)

@@ -12,7 +12,7 @@ import torch
 
 from vllm_kvselect.scoring.inputs import absent_columns
 from vllm_kvselect.scoring.value_norms import OutputProjection, value_norms
-from vllm_kvselect.selecting.selection import select, stage_1_mask, stage_2_keys
+from vllm_kvselect.selecting.selection import best_mask, select, stage_2_keys
 
 
 def select_pruned(
@@ -22,7 +22,7 @@ def select_pruned(
     projection: OutputProjection,
     budgets: torch.Tensor,
     num_retained: int,
-    alpha: float,
+    of_stage_1: torch.Tensor,
     eps: float,
     num_absent: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -37,7 +37,7 @@ def select_pruned(
         projection: The layer's W_O.
         budgets: Entries per head, `[num_kv_heads]` int64, none above `num_tokens`.
         num_retained: Their sum, known without reading `budgets` back.
-        alpha: Share of the budget that stage 1 fills, 0 to 1.
+        of_stage_1: Entries per head that stage 1 retains, `[num_kv_heads]` int64.
         eps: Added to the weight in stage 2.
         num_absent: First columns of each head in which there is no entry, `[num_kv_heads]` int64,
             or None; heads have more entries than their budgets.
@@ -45,15 +45,15 @@ def select_pruned(
     Returns:
         Flat indices `head * num_tokens + token`, ascending, `[num_retained]` int64.
     """
-    parts = Parts(stage_1_mask, needed_value_norms, select)
-    given = (scores, weights, value, projection, budgets, num_retained, alpha, eps, num_absent)
-    return select_by_parts(parts, *given)
+    parts = Parts(best_mask, needed_value_norms, select)
+    given = (scores, weights, value, projection, budgets, num_retained, of_stage_1, eps)
+    return select_by_parts(parts, *given, num_absent)
 
 
 class Parts(NamedTuple):
     """What two-stage selection is made of: references, or their twins."""
 
-    stage_1_mask: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    best_mask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     needed_value_norms: Callable[..., torch.Tensor]
     select: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
@@ -66,7 +66,7 @@ def select_by_parts(
     projection: OutputProjection,
     budgets: torch.Tensor,
     num_retained: int,
-    alpha: float,
+    of_stage_1: torch.Tensor,
     eps: float,
     num_absent: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -77,7 +77,7 @@ def select_by_parts(
         scores = scores.masked_fill(is_absent, float("-inf"))
         # Whatever a scorer says there, infinity included, times the value that is not there.
         weights = weights.masked_fill(is_absent, 0.0)
-    stage_1 = parts.stage_1_mask(scores, budgets, alpha)
+    stage_1 = parts.best_mask(scores, of_stage_1)
     # What is absent is not in the running, just as what stage 1 has taken.
     taken = stage_1 if is_absent is None else stage_1 | is_absent
     norms = parts.needed_value_norms(weights, value, projection, taken, num_taken, eps)

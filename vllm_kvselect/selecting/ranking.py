@@ -70,6 +70,17 @@ class Candidates(NamedTuple):
         """What stage 2 multiplies by the norms."""
         return self.scores if self.weights is None else self.weights
 
+    def with_first(self, ranking: torch.Tensor, num_first: int) -> torch.Tensor:
+        """Puts each head's first entries before all others of a ranking, and absent ones behind."""
+        if not num_first:
+            return self.without_absent(ranking)
+        if self.num_absent is None:
+            ranking = ranking.clone()
+            ranking[..., :num_first] = float("inf")
+            return ranking
+        is_first = absent_columns(self.num_absent + num_first, ranking.shape[-1])
+        return self.without_absent(ranking.masked_fill(is_first, float("inf")))
+
     def without_absent(self, ranking: torch.Tensor) -> torch.Tensor:
         """Puts absent entries behind all others of a ranking, `[..., num_kv_heads, num_tokens]`."""
         if self.num_absent is None:

@@ -48,18 +48,25 @@ def select_perturbation(
     Returns:
         Flat indices `head * num_tokens + token`, ascending, `[num_retained]` int64.
     """
-    stage_1 = stage_1_mask(scores, budgets, alpha)
+    stage_1 = best_mask(scores, stage_1_counts(budgets, alpha))
     return select(stage_2_keys(scores, norms, stage_1, eps), budgets, num_retained)
 
 
-def stage_1_mask(scores: torch.Tensor, budgets: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Marks the `floor(alpha * budget)` best-scored entries of every head, `[..., num_tokens]`."""
-    return _rank(scores) < stage_1_counts(budgets, alpha)[:, None]
+def best_mask(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Marks the `counts[head]` best-scored entries of every head, `[num_heads, num_tokens]`."""
+    return _rank(scores) < counts[:, None]
 
 
-def stage_1_counts(budgets: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Entries of every head that stage 1 retains, `[num_kv_heads]` int64."""
-    return (budgets.double() * alpha).to(torch.int64)
+def stage_1_counts(budgets: torch.Tensor, alpha: float, num_first: int = 0) -> torch.Tensor:
+    """Entries of every head that stage 1 retains, `[num_kv_heads]` int64.
+
+    Args:
+        budgets: Entries per head, `[num_kv_heads]` int64.
+        alpha: Share of the budget, rounded down.
+        num_first: First tokens that are retained in any case: no second stage may drop them.
+    """
+    counts = (budgets.double() * alpha).to(torch.int64)
+    return counts.clamp(min=num_first).minimum(budgets) if num_first else counts
 
 
 def best_first(scores: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

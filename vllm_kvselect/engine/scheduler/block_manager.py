@@ -19,7 +19,7 @@ from vllm_kvselect.engine.notice import Found, Swap
 from vllm_kvselect.engine.scheduler.loads import ContextLoads
 from vllm_kvselect.engine.scheduler.salted_hashes import salt_hashes
 from vllm_kvselect.engine.scheduler.sparse_names import sparse_names
-from vllm_kvselect.engine.scheduler.states import Held, StateNames, salts_of
+from vllm_kvselect.engine.scheduler.states import StateNames, salts_of
 from vllm_kvselect.engine.store.identity import StoreIdentity
 from vllm_kvselect.planning.cuts import Cut
 from vllm_kvselect.planning.plan import Plan, plan
@@ -288,10 +288,6 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         """Blocks that wait for a context from a folder, by a name for each load."""
         return {} if self.loads is None else self.loads.held
 
-    def held_states(self) -> Held:
-        """States that a request would find."""
-        return self.names.held()
-
     def has_name(self, request: Request, index: int, block: KVCacheBlock) -> bool:
         """Whether a block has the name that is due at its place behind a request's first cut."""
         made = self.plan_of(request)
@@ -495,7 +491,7 @@ def _is_stored(made: Plan) -> bool:
 
     Names of states tell such requests from others.
     """
-    return made.has_context and len(made.cuts) == made.num_states
+    return made.has_context and made.ends_with_states
 
 
 def shares_states(kv: KVCacheManager, request: Request) -> bool:

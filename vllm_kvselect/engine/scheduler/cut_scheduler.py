@@ -18,6 +18,7 @@ workers have read it.
 `SchedulerConfig.scheduler_cls` is vLLM's public seam for it.
 """
 
+from time import monotonic
 from typing import Any
 
 from vllm.logger import init_logger
@@ -49,6 +50,7 @@ class CutScheduler(Scheduler):
     """vLLM's scheduler, for requests whose chunks or whose turn are ours to decide."""
 
     _reported = Held(0, 0)
+    _looked_at = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -171,9 +173,11 @@ class CutScheduler(Scheduler):
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's statistics of a step, with the states that are held if they have changed."""
-        stats = super().make_stats(*args, **kwargs)
-        if stats is not None:
-            held, before = headwise_manager(self.kv_cache_manager).held_states(), self._reported
+        stats, now = super().make_stats(*args, **kwargs), monotonic()
+        names = headwise_manager(self.kv_cache_manager).names
+        # Which are gone is asked state by state: once a second will do.
+        if stats is not None and (names.has_new or now >= self._looked_at + 1):
+            held, before, self._looked_at = names.held(), self._reported, now
             if held != before:
                 self._reported = held
                 report = StatesReport(

@@ -80,9 +80,11 @@ class StateNames:
 
     Attributes:
         are_cut_again: Whether what is found may be cut again.
+        has_new: Whether states were named since `held` was asked last.
     """
 
     are_cut_again = True
+    has_new = False
 
     def __init__(self, pool: BlockPool, group_id: int, block_size: int) -> None:
         self._pool, self._group_id, self._block_size = pool, group_id, block_size
@@ -222,6 +224,7 @@ class StateNames:
         ]
         for first in gone:
             del self._given[first]
+        self.has_new = False
         return Held(len(self._given), sum(num_blocks for num_blocks, *_ in self._given.values()))
 
     def take_back(self, request: Request, plan: Plan, index: int) -> None:
@@ -259,6 +262,7 @@ class StateNames:
         for place, (name, block) in enumerate(zip(names, blocks, strict=True), first):
             if block.block_hash is None:
                 self._insert(name, block, place)
+        self.has_new = True
         self._given[names[0]] = len(names), names[num_packed - 1], names[-1]
 
     def _forget_packed(self, request: Request, plan: Plan, index: int) -> None:

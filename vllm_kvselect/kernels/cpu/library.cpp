@@ -131,14 +131,16 @@ Tensor value_norms(const Tensor& value, const Tensor& packed, int64_t group) {
 std::tuple<Tensor, Tensor> select_pruned(const Tensor& scores, const Tensor& weights, const Tensor& value,
                                          const Tensor& packed, int64_t group, const Tensor& form,
                                          double factor, const Tensor& budgets,
-                                         const std::optional<Tensor>& num_absent, double alpha, double eps) {
+                                         const std::optional<Tensor>& num_absent, const Tensor& of_stage_1,
+                                         double eps) {
   TORCH_CHECK(value.stride(2) == 1 && packed.is_contiguous() && form.is_contiguous());
   TORCH_CHECK(scores.stride(1) == 1 && weights.stride(1) == 1 && budgets.is_contiguous());
+  TORCH_CHECK(of_stage_1.is_contiguous() && of_stage_1.size(0) == value.size(0));
   TORCH_CHECK(fits(num_absent, value.size(0)));
   return dispatch(value.scalar_type(), packed.scalar_type(), [&](auto t, auto m) {
     using Selection = PrunedSelection<element<decltype(t)>, element<decltype(m)>>;
     const Projection projection{value, packed, group, form, static_cast<float>(factor)};
-    return Selection(scores, weights, projection, budgets, num_absent, alpha, eps).select();
+    return Selection(scores, weights, projection, budgets, num_absent, of_stage_1, eps).select();
   });
 }
 
@@ -332,7 +334,7 @@ TORCH_LIBRARY(vllm_kvselect, library) {
   library.def("value_norms(Tensor value, Tensor packed, int group) -> Tensor", value_norms);
   library.def(
       "select_pruned(Tensor scores, Tensor weights, Tensor value, Tensor packed, int group, Tensor form, "
-      "float factor, Tensor budgets, Tensor? num_absent, float alpha, float eps) -> (Tensor, Tensor)", select_pruned);
+      "float factor, Tensor budgets, Tensor? num_absent, Tensor of_stage_1, float eps) -> (Tensor, Tensor)", select_pruned);
   library.def("best_mask(Tensor scores, Tensor counts) -> Tensor", best_mask);
   library.def("best_indices(Tensor scores, Tensor counts, int num_retained) -> Tensor", best_indices);
   library.def("best_first(Tensor scores, int[] counts) -> Tensor", best_first);

@@ -26,13 +26,15 @@ struct Projection {
 template <typename T, typename M>
 class PrunedSelection {
  public:
-  // scores, weights: [num_kv_heads, num_tokens] float; budgets: [num_kv_heads] int64. Tokens before
-  // `num_absent` [num_kv_heads] int64 are in no head.
+  // scores, weights: [num_kv_heads, num_tokens] float; budgets, of_stage_1: [num_kv_heads] int64. Tokens
+  // before `num_absent` [num_kv_heads] int64 are in no head.
   PrunedSelection(const Tensor& scores, const Tensor& weights, const Projection& projection,
-                  const Tensor& budgets, const std::optional<Tensor>& num_absent, double alpha, double eps)
+                  const Tensor& budgets, const std::optional<Tensor>& num_absent, const Tensor& of_stage_1,
+                  double eps)
       : scores_(scores), weights_(weights), projection_(projection),
         budgets_(budgets.const_data_ptr<int64_t>()),
-        num_absent_(num_absent ? num_absent->const_data_ptr<int64_t>() : nullptr), alpha_(alpha), eps_(static_cast<float>(eps)),
+        num_absent_(num_absent ? num_absent->const_data_ptr<int64_t>() : nullptr),
+        of_stage_1_(of_stage_1.const_data_ptr<int64_t>()), eps_(static_cast<float>(eps)),
         num_kv_heads_(scores.size(0)), num_tokens_(scores.size(1)),
         norms_(at::zeros({num_kv_heads_, num_tokens_}, scores.options())),
         bounds_(num_kv_heads_ * num_tokens_), heads_(num_kv_heads_) {}
@@ -68,7 +70,7 @@ class PrunedSelection {
 
   void take_stage_1(int64_t index) {
     Head& head = heads_[index];
-    const auto count = static_cast<int64_t>(static_cast<double>(budgets_[index]) * alpha_);
+    const int64_t count = of_stage_1_[index];
     head.num_open = budgets_[index] - count;
     head.retained.assign(num_tokens_, false);
     const int64_t first = first_of(index);
@@ -144,8 +146,7 @@ class PrunedSelection {
 
   const Tensor &scores_, &weights_;
   const Projection& projection_;
-  const int64_t *budgets_, *num_absent_;
-  const double alpha_;
+  const int64_t *budgets_, *num_absent_, *of_stage_1_;
   const float eps_;
   const int64_t num_kv_heads_, num_tokens_;
   Tensor norms_;

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.triton.paged import CODES, UNSPECIALISED, empty, paged, places_of, read
-from vllm_kvselect.scorers import FirstTokens
 from vllm_kvselect.scoring import probe
 from vllm_kvselect.scoring.held import Held
 
@@ -38,7 +37,6 @@ def probe_scores(held: Held, config: EvictionConfig) -> torch.Tensor:
         table_strides=cos.stride(0),
         position_stride=cos.stride(1),
         table_of_ptr=constants.table_of,
-        num_sinks=config.of(FirstTokens).num_sinks,
         scores_ptr=scores,
         PAIRS=num_pairs,
         INTERLEAVED=constants.interleaved,
@@ -50,7 +48,7 @@ def probe_scores(held: Held, config: EvictionConfig) -> torch.Tensor:
     return scores
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALISED, "num_requests", "num_sinks", "table_strides"])
+@triton.jit(do_not_specialize=[*UNSPECIALISED, "num_requests", "table_strides"])
 def _probe_kernel(
     memory_ptr,
     codes_ptr,
@@ -68,7 +66,6 @@ def _probe_kernel(
     table_strides,
     position_stride,
     table_of_ptr,
-    num_sinks,
     scores_ptr,
     PAGE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -134,8 +131,7 @@ def _probe_kernel(
     logarithms += tl.sum(values.to(tl.float32) * _weights(weights_ptr, channels, is_channel), 1)
     logarithms += tl.load(weights_ptr + HEAD_SIZE)
     logarithms += positions * PER_TOKEN
-    scores = tl.where(positions < num_sinks, float("inf"), tl.exp(logarithms))
-    tl.store(scores_ptr + owner * num_competing + columns, scores, mask=inside)
+    tl.store(scores_ptr + owner * num_competing + columns, tl.exp(logarithms), mask=inside)
 
 
 @triton.jit

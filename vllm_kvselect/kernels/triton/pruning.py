@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from vllm_kvselect.kernels.triton.ordering import append, find_cut, sortable, take
-from vllm_kvselect.kernels.triton.selection import NUM_WARPS, row_block, select, stage_1_mask
+from vllm_kvselect.kernels.triton.selection import NUM_WARPS, best_mask, row_block, select
 from vllm_kvselect.kernels.triton.value_norms import launch_norms, quadratic_forms
 from vllm_kvselect.scoring.held import Held
 from vllm_kvselect.selecting import pruning
@@ -26,7 +26,7 @@ def select_pruned(
     weights: torch.Tensor,
     budgets: torch.Tensor,
     num_retained: Sequence[int],
-    alpha: float,
+    of_stage_1: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
     """Twin of `pruning.select_pruned`, over rows, on float32 scores.
@@ -37,7 +37,7 @@ def select_pruned(
         weights: Likewise.
         budgets: Entries per head, `[num_rows * num_kv_heads]` int64.
         num_retained: Their sum in each row.
-        alpha: Share of a budget that stage 1 fills.
+        of_stage_1: Entries per head that stage 1 retains, shaped as the budgets.
         eps: Added to the weight in stage 2.
 
     Returns:
@@ -49,7 +49,7 @@ def select_pruned(
         scores = scores.masked_fill(is_absent, float("-inf"))
         # Whatever a scorer says there, infinity included, times the value that is not there.
         weights = weights.masked_fill(is_absent, 0.0)
-    stage_1 = stage_1_mask(scores.flatten(0, 1), budgets, alpha).view_as(scores)
+    stage_1 = best_mask(scores.flatten(0, 1), of_stage_1).view_as(scores)
     # What is absent is not in the running, just as what stage 1 has taken.
     taken = stage_1 if is_absent is None else stage_1 | is_absent
     norms = needed_value_norms(held, weights, taken, num_taken, eps)

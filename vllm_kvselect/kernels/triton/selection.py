@@ -24,13 +24,6 @@ def row_block(num_tokens: int) -> int:
     return min(_LARGEST_BLOCK, _SMALL_BLOCK) if num_tokens <= _SMALL_BLOCK else _LARGEST_BLOCK
 
 
-def stage_1_mask(scores: torch.Tensor, budgets: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Twin of `selection.stage_1_mask`."""
-    if scores.dtype != torch.float32:
-        return selection.stage_1_mask(scores, budgets, alpha)
-    return best_mask(scores, selection.stage_1_counts(budgets, alpha))
-
-
 def select(scores: torch.Tensor, budgets: torch.Tensor, num_retained: int) -> torch.Tensor:
     """Twin of `selection.select`."""
     if scores.dtype != torch.float32:
@@ -70,7 +63,9 @@ def best_first(scores: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 
 def best_mask(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Marks the `counts[head]` best of each head, `[num_heads, num_tokens]` bool."""
+    """Twin of `selection.best_mask`."""
+    if scores.dtype != torch.float32:
+        return selection.best_mask(scores, counts)
     scores = rows(scores)
     mask = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
     _best_mask_kernel[(scores.shape[0],)](
