@@ -18,13 +18,13 @@ def main() -> None:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         job = json.loads(sys.stdin.readline())
         llm = LLM(**job["engine"])
-        engine, told = (
-            llm.llm_engine,
-            SamplingParams(max_tokens=job["output_len"], ignore_eos=True, temperature=0),
-        )
+        engine = llm.llm_engine
         for turn, _ in enumerate(sys.stdin):
             draw = random.Random(turn)  # both engines get the same
-            for index in range(job["num_prompts"]):
+            # The first turn warms up.
+            num_prompts, output_len = (job["num_prompts"], job["output_len"]) if turn else (1, 3)
+            told = SamplingParams(max_tokens=output_len, ignore_eos=True, temperature=0)
+            for index in range(num_prompts):
                 ids = [draw.randrange(1000, 40_000) for _ in range(job["prompt_len"])]
                 engine.add_request(f"{turn}-{index}", {"prompt_token_ids": ids}, told)
             begin, times = time.perf_counter(), {}
