@@ -14,13 +14,15 @@ MODEL_NAME := smollm2-135m-instruct
 SERVE_FLAGS := \
 	--served-model-name $(MODEL_NAME) \
 	--kv-eviction-budget 512 \
+	--kv-eviction-prompt-interval 512 \
+	--enable-prompt-tokens-details \
 	--max-model-len 8192 \
 	--kv-cache-memory-bytes 512M \
 	--enforce-eager \
 	--host 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help install develop serve fast test test-next load lint docs tables demo evaluate wheel clean
+.PHONY: help install develop serve fast test test-next load lint docs tables figures demo evaluate wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +67,9 @@ docs: develop ## build the documentation site into site/; broken links and ancho
 
 tables: develop ## make the tables of the documentation from the code
 	$(BIN)/python -m tests.tables
+
+figures: develop ## draw the pictures of the documentation from docs/data
+	$(BIN)/python benchmarks/figures.py
 
 demo: install ## run the demo
 	$(BIN)/python benchmarks/demo.py

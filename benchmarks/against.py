@@ -35,9 +35,7 @@ def main(
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 4096,
     output_len: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 3,
     kv_mib: Annotated[int, typer.Option(min=1, help="KV cache of each, in MiB.")] = 512,
-    pairs: Annotated[
-        int, typer.Option(min=1, help="Turns of each, once warm.")
-    ] = 5,
+    pairs: Annotated[int, typer.Option(min=1, help="Turns of each, once warm.")] = 5,
     dtype: str = dtype_name(fast_dtype()),
 ) -> None:
     """Times both and prints how long this one takes, of what the other one takes."""

