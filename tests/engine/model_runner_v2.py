@@ -1,7 +1,7 @@
 """Layers whose batches come as model runner V2 hands them over: its own classes, without a device.
 
-Its request table, its batch, and the functions that make metadata of them are vLLM's. Only what
-they are filled with, which its Triton kernels compute, is computed here.
+Its request and block tables, its batch, and the functions that make metadata of it, are vLLM's.
+Only what they are filled with, which its Triton kernels compute, is computed here.
 """
 
 from collections.abc import Sequence
@@ -56,6 +56,7 @@ class LayersOfV2(Layers):
         self.worker.use_v2_model_runner = True
         self.worker.model_runner = SimpleNamespace(req_states=self.table, block_tables=self.tables)
         self.worker._group_id = 0
+        self.worker._is_dummy, self.worker._row_ids = False, []
         self.worker._requests = LiveRequests(self.eviction, BLOCK_SIZE)
         self.buffers = InputBuffers(MAX_NUM_SEQS, MAX_NUM_TOKENS, CPU)
         self.template = InputBatch.make_dummy(1, 1, self.buffers)
@@ -127,7 +128,7 @@ class LayersOfV2(Layers):
         lens = np.array([num_new for _, num_new in rows], np.int32)
         computed = np.array([request.num_computed for request, _ in rows], np.int32)
         prompts = np.array([request.prompt.plan.num_prompt_tokens for request, _ in rows])
-        names = [self.names[request] for request, _ in rows]
+        names = self.worker._row_ids = [self.names[request] for request, _ in rows]
         places = np.array([self.table.req_id_to_index[name] for name in names])
         batch = replace(
             self.template,

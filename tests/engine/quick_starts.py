@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
-from vllm.v1.engine import core
+from vllm.v1.engine import coordinator, core
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.worker import gpu_worker
@@ -68,4 +68,5 @@ def start_quickly() -> None:
     for name in ("batch_propose_numba", "_find_longest_matched_ngram_and_propose_tokens"):
         setattr(ngram_proposer, name, getattr(ngram_proposer, name).py_func)
     ngram_proposer.get_num_threads = ngram_proposer.set_num_threads = _nothing
-    multiproc_executor.get_mp_context = engine_utils.get_mp_context = _context
+    for module in (multiproc_executor, engine_utils, coordinator):
+        module.get_mp_context = _context

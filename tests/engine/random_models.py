@@ -16,9 +16,13 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PaddleOCRVLConfig,
     PersimmonConfig,
     PersimmonForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 VOCAB_SIZE = 512
@@ -93,6 +97,36 @@ def random_eagle(folder: Path, num_hidden_states: int = 1) -> Path:
     config.architectures = ["LlamaForCausalLMEagle3" if is_eagle3 else "EagleLlamaForCausalLM"]
     config.save_pretrained(folder)
     save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def random_mimo(folder: Path, num_layers: int = 4) -> Path:
+    """Layers of Qwen 2 and one that drafts from their hidden states (MTP)."""
+    torch.manual_seed(0)
+    config = Qwen2Config(num_hidden_layers=num_layers, num_nextn_predict_layers=1, **SHAPE)
+    weights = Qwen2ForCausalLM(config).state_dict()
+    layer = Qwen2ForCausalLM(config).model.layers[0].state_dict()
+    width = config.hidden_size
+    layer |= {
+        f"{name}_layernorm.weight": torch.ones(width) for name in ("token", "hidden", "final")
+    }
+    layer["input_proj.weight"] = torch.randn(width, 2 * width) * 0.1
+    weights |= {f"model.mtp_layers.0.{name}": weight for name, weight in layer.items()}
+    config.architectures = ["MiMoForCausalLM"]
+    config.save_pretrained(folder)
+    save_file(
+        {name: weight.contiguous() for name, weight in weights.items()},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+def random_mixtral(folder: Path) -> Path:
+    """Two of four experts for each token."""
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    config = MixtralConfig(num_hidden_layers=4, **experts, **SHAPE)
+    MixtralForCausalLM(config).save_pretrained(folder)
     return folder
 
 

@@ -318,7 +318,7 @@ class TaggedWorker:
                 require(seq_len == end, row.request_id, "reads too much beside its segments")
                 self._compare(row, table, seq_len, "prefill")
         require(len(batch.rows) == len(rows), "segments of other rows")
-        for layer in self.layers[split.num_dense_layers :]:
+        for layer in self.layers[split.sparse_layers.start :]:
             for sparse_row, row in zip(batch.rows, rows, strict=True):
                 self._read_segments(layer, sparse_row, row)
 

@@ -581,6 +581,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     config.scheduler_config.scheduler_cls = None
     monkeypatch.setattr(platforms, "current_platform", CudaPlatform)
     monkeypatch.setattr(backends, "current_platform", CudaPlatform)
+    monkeypatch.setattr(report, "current_platform", CudaPlatform)
     flash_attention.install(monkeypatch)  # what vLLM's backends ask of FlashAttention 3
     return config
 
@@ -637,6 +638,9 @@ def on_a_card(patch: pytest.MonkeyPatch, major: int, minor: int, fa_version: int
         ((9, 0, 3), {"model_type": "gpt_oss"}, "FLASH_ATTN"),
         ((9, 0, 3), {"dtype": torch.float32}, "TRITON_ATTN"),
         ((10, 0, 4), {}, "TRITON_ATTN"),  # its strides are not shown to be wide enough
+        ((10, 0, 4), {"cache_dtype": "fp8"}, "TRITON_ATTN"),
+        ((10, 0, 4), {"model_type": "gpt_oss"}, "TRITON_ATTN"),
+        ((10, 0, 2), {}, "FLASH_ATTN"),  # --attention-config.flash_attn_version 2
         ((12, 0, 2), {"cache_dtype": "fp8"}, "TRITON_ATTN"),
     ],
 )
@@ -657,6 +661,24 @@ def test_the_first_backend_that_takes_the_model_is_taken(
     assert on_cuda.attention_config.backend is AttentionBackendEnum[expected]
 
 
+def test_the_start_on_blackwell_says_what_stands_in_for_flashinfer(
+    on_cuda: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_card(monkeypatch, 10, 0, 4)
+    # For heads of 256 version 4 is taken only by who can do with its large pages: vLLM's layers do.
+    version = lambda supports_fa4_hd256=False, **_: 4 if supports_fa4_hd256 else 2  # noqa: E731
+    monkeypatch.setattr(flash_attn, "get_flash_attn_version", version)
+    first = SimpleNamespace(backend=AttentionBackendEnum.FLASHINFER)
+    valid = staticmethod(lambda *_: ([first], {}))
+    monkeypatch.setattr(CudaPlatform, "get_valid_backends", valid, raising=False)
+    said: list[str] = []
+    monkeypatch.setattr(backends.logger, "info", lambda text, *args: said.append(text % args))
+    engine_args = EngineArgs(str(tiny_model()), additional_config={"kv_eviction": {}})
+    arguments.after_engine_config(engine_args, on_cuda)
+    ends = "attention backend TRITON_ATTN, where vLLM would take FLASHINFER"
+    assert any(line.endswith(ends) for line in said)
+
+
 def test_a_model_that_no_backend_takes_is_refused_with_their_reasons(
     on_cuda: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -668,20 +690,66 @@ def test_a_model_that_no_backend_takes_is_refused_with_their_reasons(
         refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb"))
 
 
+class Drafter(SimpleNamespace):
+    """What our checks ask of vLLM's configuration of a drafter."""
+
+    parallel_drafting = enable_adaptive_verification = has_modules = False
+    num_speculative_tokens = 2
+    draft_model_config = SimpleNamespace(get_total_num_hidden_layers=lambda: 1)
+
+    def uses_draft_kv_cache(self) -> bool:
+        return self.method != "ngram"
+
+    def use_multi_module_mtp(self) -> bool:
+        return self.has_modules
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "mtp"])
 def test_rounds_beside_drafts_that_the_host_counts_too_early_are_refused(
-    on_cuda: VllmConfig, monkeypatch: pytest.MonkeyPatch
+    method: str, is_v2: bool, on_cuda: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_cuda.speculative_config = SimpleNamespace(method="eagle", num_speculative_tokens=2)
-    with pytest.raises(ConfigError, match=r"'eagle' is not supported here; choose 'ngram'"):
-        refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb"))
-    on_cuda.speculative_config.method = "ngram"
-    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    on_cuda.speculative_config = Drafter(method=method)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", is_v2)
     on_cuda.scheduler_config.async_scheduling = True
     refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb"))
     with pytest.raises(ConfigError, match=r"decode_budget .*--no-async-scheduling"):
         refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb", decode_budget=512))
     on_cuda.scheduler_config.async_scheduling = False
     refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb", decode_budget=512))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "dflash"}, r"by 'dflash' is not supported here; choose 'ngram' or 'draft_mod"),
+        ({"parallel_drafting": True}, r"several tokens at once"),
+        ({"has_modules": True}, r"drafters with several MTP modules, .* are not supported; leave"),
+        ({"enable_adaptive_verification": True}, r"drafters with enable_adaptive_verification are"),
+    ],
+)
+def test_drafters_that_the_host_cannot_follow_are_refused(
+    change: dict[str, Any], message: str, on_cuda: VllmConfig
+) -> None:
+    on_cuda.speculative_config = Drafter(**{"method": "mtp", **change})
+    with pytest.raises(ConfigError, match=message):
+        refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb"))
+
+
+def test_the_start_says_what_no_card_has_run(
+    on_cuda: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    assert report.not_run_on_a_card(on_cuda) == []
+    on_cuda.speculative_config = Drafter(method="eagle")
+    on_cuda.parallel_config.data_parallel_size = 2
+    on_cuda.parallel_config.pipeline_parallel_size = 2
+    on_cuda.parallel_config.enable_expert_parallel = True
+    names = report.not_run_on_a_card(on_cuda)
+    assert {"drafters with layers", "data parallelism", "pipeline parallelism"} < {*names}
+    page = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text()
+    for name in names:
+        assert name in page
 
 
 @pytest.mark.parametrize(
@@ -698,8 +766,8 @@ def test_rounds_beside_drafts_that_the_host_counts_too_early_are_refused(
             r"microbatches \(--enable-dbo\) is not supported; switch it off",
         ),
         (
-            lambda config: setattr(config.parallel_config, "data_parallel_size", 2),
-            r"data parallelism on CUDA is not supported",
+            lambda config: setattr(config.parallel_config, "enable_elastic_ep", True),
+            r"elastic expert parallelism .* is not supported",
         ),
         (
             lambda config: setattr(config.cache_config, "cache_dtype", "fp8_e5m2"),

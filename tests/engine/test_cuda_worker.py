@@ -5,7 +5,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
@@ -56,29 +55,33 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     made._eviction, made._requests = EVICTION, LiveRequests(EVICTION, BLOCK_SIZE)
     made._started, made._states, made._found, made._report_to_send = [], [], [], None
     made._num_saved_blocks, made._reported_seconds = 0, 0.0
-    made.model_runner = SimpleNamespace()
+    made._row_ids, made._is_dummy = [], False
+    made.model_runner = SimpleNamespace(decode_query_len=1)
     monkeypatch.setattr(Worker, "execute_model", lambda *_: None)
     return made
 
 
-def test_rows_of_both_model_runners_have_their_requests(worker: Any) -> None:
-    worker._requests.update(scheduled((new("a", 200), new("b", 30))))
-    ours = [worker._requests["b"], worker._requests["a"]]
-    common = SimpleNamespace(num_reqs=4, req_idx=np.array([7, 2]))
-    worker.use_v2_model_runner = True
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_rows_of_both_model_runners_have_their_requests(
+    is_v2: bool, worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.use_v2_model_runner = is_v2
     worker.model_runner = SimpleNamespace(
-        req_states=SimpleNamespace(index_to_req_id={2: "a", 7: "b", 3: "c"})
+        decode_query_len=3, input_batch=SimpleNamespace(req_ids=["b", "a"])
     )
-    assert worker._requests_of(common)[:2] == ours
-    worker.use_v2_model_runner = False
-    worker.model_runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["b", "a"]))
-    found = worker._requests_of(common)
-    assert found[:2] == ours
+    step = scheduled((new("a", 200), new("b", 30)))
+    step.num_scheduled_tokens = {"a": 200, "b": 30}  # V2 puts the shorter chunk first
+    worker.execute_model(step)
+    found = worker._requests_of(SimpleNamespace(num_reqs=4))
+    assert found[:2] == [worker._requests["b"], worker._requests["a"]]
     assert [prompt.next_cut for prompt in found[2:]] == [None, None]  # padding
-    common.req_idx = np.arange(4)  # a dummy batch, before there are requests
-    worker._requests, worker.use_v2_model_runner = LiveRequests(EVICTION, BLOCK_SIZE), True
-    worker.model_runner = SimpleNamespace(req_states=SimpleNamespace(index_to_req_id={}))
-    assert [prompt.next_cut for prompt in worker._requests_of(common)] == [None] * 4
+    assert worker._requests_of(SimpleNamespace(num_reqs=1)) == found[:1]
+    made_up: list[Any] = []
+    look = lambda _: made_up.extend(worker._requests_of(SimpleNamespace(num_reqs=2)))  # noqa: E731
+    monkeypatch.setattr(Worker, "execute_dummy_batch", look)
+    worker.execute_dummy_batch()
+    assert [request.plan.is_stock for request in made_up] == [True, True]
+    assert worker._requests_of(SimpleNamespace(num_reqs=4)) == found
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -12,7 +12,13 @@ from tests.engine.adapters import RANK, random_adapter
 from tests.engine.all_methods import engines_of
 from tests.engine.conftest import BLOCK_SIZE, Answer, Engine, EngineFactory, preempting_all
 from tests.engine.machine import BUT_PREFILL
-from tests.engine.random_models import SHAPE, random_eagle, random_llama, random_prompts
+from tests.engine.random_models import (
+    SHAPE,
+    random_eagle,
+    random_llama,
+    random_prompts,
+)
+from tests.engine.test_cuda_end_to_end import on_flash_attention  # noqa: F401 (fixture)
 from tests.load.mixture import (
     DENSE,
     GREEDY,
@@ -100,11 +106,21 @@ def counted(engine: Engine, name: str) -> float:
     return sum(metric.value for metric in engine.llm.get_metrics() if metric.name == name)
 
 
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, expected: list[Answer]) -> str:
+    """The CPU's, or that of CUDA over stand-ins; what is expected is the CPU's."""
+    if request.param == "FlashAttention":
+        request.getfixturevalue("on_flash_attention")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("backend", ["CPU", "FlashAttention"], indirect=True)
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
 def test_tokens_are_those_without_a_drafter(
-    method: str, start: EngineFactory, folder: Path, expected: list[Answer]
+    method: str, backend: str, start: EngineFactory, folder: Path, expected: list[Answer]
 ) -> None:
     with start(SERVER, 0, **drafting(folder, method)) as engine:
+        assert type(engine.impls[-1]).__name__.startswith(f"Headwise{backend}")
         with preempting_all(num_answering=4, num_tokens=NUM_GENERATED // 2) as preempted:
             answers = engine.generate(PROMPTS, NUM_GENERATED, SETTINGS)
         assert preempted

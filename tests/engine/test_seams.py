@@ -49,6 +49,7 @@ WHERE = {
     "GPUModelRunner.attn_groups[..]": "vllm.v1.worker.utils:AttentionGroup",
     "GPUModelRunner.drafter": "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer",
     "GPUModelRunner.input_batch": "vllm.v1.worker.gpu_input_batch:InputBatch",
+    "GPUModelRunner.speculator": f"{V2}.spec_decode.speculator:DraftModelSpeculator",
     "GroupCoordinator": "vllm.distributed.parallel_state:GroupCoordinator",
     "KVCacheBlock": "vllm.v1.core.kv_cache_utils:KVCacheBlock",
     "KVCacheManager": "vllm.v1.core.kv_cache_manager:KVCacheManager",
@@ -73,6 +74,7 @@ WHERE = {
     "StatLoggerManager": "vllm.v1.metrics.loggers:StatLoggerManager",
     "TritonAttentionImpl": f"{TRITON}:TritonAttentionImpl",
     "VllmConfig": "vllm.config:VllmConfig",
+    "Worker": "vllm.v1.worker.gpu_worker:Worker",
     "allocate_kv_cache": "vllm.v1.worker.utils:allocate_kv_cache",
     "canonicalize_singleton_dim_strides": (
         "vllm.utils.torch_utils:canonicalize_singleton_dim_strides"
@@ -83,10 +85,10 @@ WHERE = {
     "ops": "vllm._custom_ops",
     "register_backend": f"{REGISTRY}:register_backend",
     "replace_as": "vllm.v1.kv_cache_interface:replace_as",
-    "req_states": f"{V2}.states:RequestState",
     "selector": "vllm.v1.attention.selector",
     "seq_threshold_3D": f"{TRITON}:TritonAttentionMetadataBuilder.seq_threshold_3D",
     "sinks": f"{FLASH}:FlashAttentionImpl.sinks",
+    "sort_batch_req_ids": f"{V2}.model_runner:sort_batch_req_ids",
     "softmax_segm_*": f"{TRITON}:TritonAttentionMetadataBuilder.softmax_segm_output",
     "unified_attention": "vllm.v1.attention.ops.triton_unified_attention:unified_attention",
     "vllm.general_plugins": "vllm.plugins:DEFAULT_PLUGINS_GROUP",

@@ -3,7 +3,9 @@
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvselect.config import EvictionConfig, Prefill
 from vllm_kvselect.engine.models import layer_types
@@ -34,6 +36,36 @@ def log_start(vllm_config: VllmConfig, eviction: EvictionConfig, choice: str = "
         logger.info("%s", choice)
     if not is_length_open(vllm_config):
         log_retained(vllm_config, eviction)
+    if untried := not_run_on_a_card(vllm_config):
+        logger.warning(
+            "KV eviction: no GPU has run %s with it yet, only stand-ins on a processor "
+            "(docs/cuda.md)",
+            " and ".join(untried),
+        )
+
+
+def not_run_on_a_card(vllm_config: VllmConfig) -> list[str]:
+    """What of a server's configuration no GPU has run with eviction; nothing on a processor."""
+    if platform_name() != "cuda":
+        return []
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    attention = vllm_config.attention_config
+    capability = current_platform.get_device_capability()
+    features = (
+        (f"compute capability {capability.major}.{capability.minor}", capability[:2] != (9, 0)),
+        ("Triton attention", attention.backend is AttentionBackendEnum.TRITON_ATTN),
+        ("model runner V1", not vllm_config.use_v2_model_runner),
+        ("drafters with layers", has_drafter_layers(vllm_config)),
+        ("tensor parallelism", parallel.tensor_parallel_size > 1),
+        ("pipeline parallelism", parallel.pipeline_parallel_size > 1),
+        ("data parallelism", parallel.data_parallel_size > 1),
+        ("expert parallelism", parallel.enable_expert_parallel),
+        ("mixtures of experts", model.is_moe),
+        ("hybrids", model.is_hybrid),
+        ("sliding windows", "sliding_attention" in layer_types(vllm_config)),
+        ("LoRA", vllm_config.lora_config is not None),
+    )
+    return [name for name, is_there in features if is_there]
 
 
 def is_length_open(vllm_config: VllmConfig) -> bool:

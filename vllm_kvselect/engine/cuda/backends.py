@@ -56,9 +56,13 @@ def reasons_against(backend: AttentionBackendEnum, vllm_config: VllmConfig) -> l
         )
     except (ImportError, OSError) as error:
         found = [f"{type(error).__name__}: {error}"]
-    is_flash = backend is AttentionBackendEnum.FLASH_ATTN
-    if is_flash and flash_attn.get_flash_attn_version(head_size=asked.head_size) == 4:
-        found.append("FlashAttention 4 is not shown to address a whole cache as one head")
+    if backend is AttentionBackendEnum.FLASH_ATTN:
+        # As vLLM's layers ask, which know no block size yet.
+        version = flash_attn.get_flash_attn_version(
+            head_size=asked.head_size, has_sinks=asked.has_sink, supports_fa4_hd256=True
+        )
+        if version == 4:
+            found.append("FlashAttention 4 is not shown to address a whole cache as one head")
     return found
 
 

@@ -23,10 +23,11 @@ from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.cuda.graph_queries import GraphQueries
 from vllm_kvselect.engine.cuda.tables import HeadwiseTables
 from vllm_kvselect.engine.drop.page_tables import SettledRows
-from vllm_kvselect.engine.drop.request import Request
+from vllm_kvselect.engine.drop.request import Request, RequestsOf
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
+from vllm_kvselect.engine.step.drafting import DraftSplitter
 from vllm_kvselect.engine.step.split import Decodes, Seen, Sees, Split, Splitter
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.page_table import PageTable
@@ -91,6 +92,10 @@ class DeviceSplitter(Splitter):
         return None
 
 
+class DeviceDraftSplitter(DraftSplitter, DeviceSplitter):
+    """Splits a drafter's."""
+
+
 class CudaMetadataBuilder(HeadwiseBuilder):
     """Builds vLLM's metadata, split where requests read what is retained. Stock until `start`.
 
@@ -108,6 +113,7 @@ class CudaMetadataBuilder(HeadwiseBuilder):
     largest_full_graph: int = 0
     graph_queries: GraphQueries | None = None
     splitter_class = DeviceSplitter
+    draft_splitter_class = DeviceDraftSplitter
     supports_update_block_table = False
 
     @classmethod
@@ -151,6 +157,17 @@ class CudaMetadataBuilder(HeadwiseBuilder):
             layer.impl.start(index, layer, state, self.tables, dtype, kernels)
             if spec.eviction.decode_attention == "xformers":
                 layer.impl.take_xformers()
+
+    def draft_for(self, target: HeadwiseBuilder, requests_of: RequestsOf) -> None:
+        """Connects a drafter's own builder to what its target's has; see `HeadwiseBuilder`."""
+        super().draft_for(target, requests_of)
+        assert isinstance(target, CudaMetadataBuilder)
+        self.tables = target.tables
+
+    def update_draft_decode_metadata(self, metadata: Any) -> None:
+        """vLLM's; page tables are made from lengths on the device whenever a layer reads them."""
+        if not isinstance(metadata, Split):
+            super().update_draft_decode_metadata(metadata)  # type: ignore[misc]
 
     @contextmanager
     def serving(self, request: Request) -> Iterator[None]:

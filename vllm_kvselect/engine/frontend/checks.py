@@ -31,7 +31,7 @@ from vllm_kvselect.planning.cuts import budget_problem
 from vllm_kvselect.registry import METHODS, not_served
 from vllm_kvselect.store.folder import Folder
 
-_DRAFTERS = ("draft_model", "eagle", "eagle3")
+_DRAFTERS = ("draft_model", "eagle", "eagle3", "mtp")
 """Drafters with layers of their own, where these lie in the KV cache group of their target's."""
 
 _KNOWN_WEIGHTS = ("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer")
@@ -143,8 +143,8 @@ def _cuda_problems(vllm_config: VllmConfig) -> list[str]:
     features = {
         "an attention backend for each kind of layer": attention.backend_per_kind,
         "microbatches (--enable-dbo)": parallel.enable_dbo,
-        "data parallelism on CUDA": parallel.data_parallel_size > 1,
-        "pipeline parallelism on CUDA": parallel.pipeline_parallel_size > 1,
+        # Engines that come and go run requests whose blocks are redirected.
+        "elastic expert parallelism (--enable-elastic-ep)": parallel.enable_elastic_ep,
     }
     problems += [f"{name} is not supported; switch it off" for name, on in features.items() if on]
     return problems
@@ -178,13 +178,18 @@ def _drafter_problems(vllm_config: VllmConfig) -> list[str]:
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method == "ngram":
         return []
-    accepted = ("ngram", *(_DRAFTERS if platform_name() == "cpu" else ()))
+    accepted = ("ngram", *_DRAFTERS)
     if speculative.method not in accepted:
         drafter, names = speculative.method, " or ".join(map(repr, accepted))
         return [f"speculative decoding by {drafter!r} is not supported here; choose {names}"]
     parallel = vllm_config.parallel_config
     features = {
         "that draft several tokens at once (parallel_drafting)": speculative.parallel_drafting,
+        "with several MTP modules, each of which reads further ahead": (
+            speculative.use_multi_module_mtp()
+        ),
+        # The device decides how many tokens each request verifies, and the host does not know.
+        "with enable_adaptive_verification": speculative.enable_adaptive_verification,
         "beside pipeline parallelism": parallel.pipeline_parallel_size > 1,
         # vLLM's adapters on CPU take the rows of a draft for those of the step, and raise.
         "that share the model's embeddings (EAGLE) beside --enable-lora": (
@@ -237,11 +242,11 @@ def _scheduler_problems(vllm_config: VllmConfig) -> list[str]:
 
 def _round_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
     """What stands against dropping entries again while requests generate."""
-    is_early = vllm_config.scheduler_config.async_scheduling and vllm_config.use_v2_model_runner
+    is_early = vllm_config.scheduler_config.async_scheduling
     if not (eviction.may_make_rounds and vllm_config.speculative_config and is_early):
         return []
     return [
-        "decode_budget needs to know how many drafted tokens were accepted, which model runner V2 "
+        "decode_budget needs to know how many drafted tokens were accepted, which the scheduler "
         "learns a step later under async scheduling; add --no-async-scheduling, or leave "
         "--speculative-config or decode_budget out"
     ]

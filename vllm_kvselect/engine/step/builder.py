@@ -40,6 +40,7 @@ class HeadwiseBuilder(ABC):
     state: RetentionState
     due: DueDrops
     splitter_class: type[Splitter] = Splitter
+    draft_splitter_class: type[Splitter] = DraftSplitter
     _splitter: Splitter | None = None
 
     def start(
@@ -90,7 +91,7 @@ class HeadwiseBuilder(ABC):
             requests_of: Gives the requests of a batch.
         """
         spec = self.kv_cache_spec
-        self._splitter = DraftSplitter(target.state, requests_of, spec.block_size)
+        self._splitter = self.draft_splitter_class(target.state, requests_of, spec.block_size)
 
     def splitter(self, requests_of: RequestsOf) -> Splitter:
         """A splitter of the group's batches."""

@@ -66,6 +66,8 @@ class HeadwiseImpl(ABC):
         """
         self.layer_index, self.kv_cache, self.kernels = layer_index, layer.kv_cache, kernels
         self._state = state
+        is_own = self.kv_sharing_target_layer_name is None
+        self._shows_queries = is_own and layer_index < state.num_choosing
         self._score_scale = self.scale
         self._is_quantized = self.kv_cache_dtype.startswith("fp8")  # others are refused
         if self._is_quantized and (layer._k_scale.numel() != 1 or layer._v_scale.numel() != 1):
@@ -111,7 +113,7 @@ class HeadwiseImpl(ABC):
                 output_block_scale,
             )
         split = attn_metadata
-        if split.seen is not None and self.kv_sharing_target_layer_name is None:
+        if split.seen is not None and self._shows_queries:
             split.seen.see(self.layer_index, self._scored_queries(query))
         for part in split.parts_in(self.layer_index):
             self._forward_part(layer, query, key, value, kv_cache, part, output)

@@ -84,17 +84,17 @@ class Split:
         parts: The calls that compute it.
         seen: What keeps the queries that cuts will look through, or None.
         sparse: What takes the place of `parts` in layers that prefill sparsely, or None.
-        num_dense_layers: First layers in which nothing does.
+        sparse_layers: The layers in which it does.
     """
 
     parts: list[Part]
     seen: Sees | None = None
     sparse: list[Part] | None = None
-    num_dense_layers: int = 0
+    sparse_layers: range = range(0)
 
     def parts_in(self, layer_index: int) -> list[Part]:
         """The calls that compute it in a layer."""
-        if self.sparse is None or layer_index < self.num_dense_layers:
+        if self.sparse is None or layer_index not in self.sparse_layers:
             return self.parts
         return self.sparse
 
@@ -170,7 +170,9 @@ class Splitter:
             split.sparse = [*self._sparse_parts(rows, sparse, common), *after]
             # The same for all requests of a server.
             of_requests = (row.config.of(Prefill) for row in sparse.values())
-            (split.num_dense_layers,) = {each.prefill_dense_layers for each in of_requests}
+            (num_dense,) = {each.prefill_dense_layers for each in of_requests}
+            # A drafter's layers may be computed with this batch, too.
+            split.sparse_layers = range(num_dense, self._state.num_choosing)
         return split
 
     def _sparse_rows(self, rows: Rows, block_table: torch.Tensor) -> dict[int, SparseRow]:

@@ -4,6 +4,7 @@
 output projections need a hook in vLLM's code.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,6 +83,8 @@ class EvictionWorker(ABC):
         self._reported_seconds = 0.0
         self._report_to_send: StepReport | None = None
         self._found: list[Request] = []
+        self._row_ids: list[str] = []
+        self._is_dummy = False
         self._store: StoreIdentity | None = None
         self._contexts: StoredContexts | None = None
         self._problems: dict[Need, str] = {}
@@ -174,9 +177,8 @@ class EvictionWorker(ABC):
         ]
         if self._of_drafter:
             [target] = self._started
-            for group in self.model_runner.drafter.draft_attn_groups:
-                for builder in group.metadata_builders:
-                    builder.draft_for(target, self._requests_of)
+            for builder in self._builders_of_drafter:
+                builder.draft_for(target, self._requests_of)
         if self._store is not None:
             [builder] = self._started
             self._contexts = StoredContexts.of(builder, self._eviction, self.model_config.model)
@@ -213,8 +215,19 @@ class EvictionWorker(ABC):
     @cached_property
     def _of_drafter(self) -> frozenset[str]:
         """Names of the attention layers of a drafter; none where it has no layers."""
+        if self.use_v2_model_runner:
+            return frozenset(getattr(self.model_runner.speculator, "draft_attn_layer_names", ()))
         drafter = getattr(self.model_runner, "drafter", None)
         return frozenset(getattr(drafter, "_draft_attn_layer_names", ()))
+
+    @property
+    def _builders_of_drafter(self) -> list[HeadwiseBuilder]:
+        """Builders that a drafter has of its own."""
+        if self.use_v2_model_runner:
+            groups = itertools.chain(*self.model_runner.speculator.attn_groups)
+        else:
+            groups = self.model_runner.drafter.draft_attn_groups
+        return [builder for group in groups for builder in group.metadata_builders]
 
     def kv_eviction_stats(self) -> dict[str, float]:
         """Counts since the start or the last reset.
@@ -236,6 +249,17 @@ class EvictionWorker(ABC):
         for state in self._states:
             state.reset_counts()
         self._reported_seconds = 0.0
+
+    def execute_dummy_batch(self) -> None:
+        """vLLM's: while others of its engine's group have work, a rank computes with them.
+
+        Its made-up rows take places that requests may have, which wait meanwhile.
+        """
+        self._is_dummy = True
+        try:
+            super().execute_dummy_batch()  # type: ignore[misc]
+        finally:
+            self._is_dummy = False
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """vLLM's step, with the prompts it brings taken note of and what it packed reported."""
@@ -262,7 +286,9 @@ class EvictionWorker(ABC):
         if report is not None and output is not None:
             # Under async scheduling the output is still on its way, but this part is final.
             result = getattr(output, "model_runner_output", output)
-            result.kv_connector_output = report.as_connector_output()
+            # That of a stage before the last one is everybody's, and nobody reads it.
+            if result is not EMPTY_MODEL_RUNNER_OUTPUT:
+                result.kv_connector_output = report.as_connector_output()
         return output
 
     def _begin_step(self, scheduled: SchedulerOutput) -> None:
@@ -270,6 +296,15 @@ class EvictionWorker(ABC):
         found = self._requests.update(scheduled)
         self._found += [request for request, _ in found]
         self._swap_blocks(StepNotice.of(scheduled))
+        if self.use_v2_model_runner:
+            # Brings that model runner.
+            from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
+
+            self._row_ids = sort_batch_req_ids(
+                scheduled.num_scheduled_tokens,
+                scheduled.scheduled_spec_decode_tokens,
+                self.model_runner.decode_query_len,
+            )
         with torch.inference_mode():
             for builder in self._started:
                 builder.take_queries()
@@ -344,12 +379,13 @@ class EvictionWorker(ABC):
         return sum(state.stopwatch.seconds for state in self._states)
 
     def _requests_of(self, batch: CommonAttentionMetadata) -> list[Request]:
-        """Prompts of a batch's rows, whose order both model runners know."""
-        if self.use_v2_model_runner:
-            by_index = self.model_runner.req_states.index_to_req_id
-            ids = [by_index.get(int(i)) for i in batch.req_idx[: batch.num_reqs]]
-        else:
-            ids = self.model_runner.input_batch.req_ids[: batch.num_reqs]
+        """Requests of a batch's rows: those of the step, also where a drafter is computed after it.
+
+        Model runner V2 has the order of its rows from the step alone. Not all of its batches say
+        where their rows are among its requests: those of a drafter and of hybrids do not.
+        """
+        ids = self._row_ids if self.use_v2_model_runner else self.model_runner.input_batch.req_ids
+        ids = [] if self._is_dummy else ids[: batch.num_reqs]
         # Rows that pad a batch to the size of a graph, and those of dummy batches, have none.
         padding = [None] * (batch.num_reqs - len(ids))
         return [self._requests.get(request_id) for request_id in (*ids, *padding)]

@@ -1,0 +1,94 @@
+"""Model runner V2 in real engines, see `runner_v2.py`: its answers are those of the CPU backend."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.all_methods import engines_of
+from tests.engine.conftest import Answer, EngineFactory
+from tests.engine.random_hybrids import granite_h, saved
+from tests.engine.random_models import random_llama, random_mimo, random_prompts
+from tests.engine.test_cuda_end_to_end import SETTINGS as SIZES
+from tests.engine.test_drafters import NUM_LAYERS, PROMPTS, SERVER, SETTINGS
+from tests.marks import starts_engine
+
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.xdist_group("runner v2"), pytest.mark.timeout(1000)]
+"""One process does for several runs, and takes minutes on a busy machine."""
+
+NUM_GENERATED = 16
+MAKE_ROUNDS = (2, 7, 8)
+"""Requests that make rounds, which asynchronous scheduling excludes beside drafters."""
+MAKE_NONE = (0, 1, 4, 5, 6, 10, 11)
+CHOSEN = {
+    "draft_model": MAKE_NONE,
+    "eagle": MAKE_NONE,
+    "eagle3": MAKE_NONE,
+    "mtp": MAKE_NONE,
+    "rounds": MAKE_ROUNDS,
+}
+SHORT, LONG = ("draft_model", "eagle", "hybrid"), ("eagle3", "mtp", "rounds")
+HYBRID: dict[str, Any] = {
+    "method": "adakv",
+    "budget": 96,
+    "allow_override": ["method"],
+    "probe": None,
+    "check_integrity": True,
+}
+METHODS_OF_HYBRID = [{"kv_eviction": name} for name in ("adakv", "knorm", "layer-keydiff", "none")]
+PROMPTS_OF_HYBRID = random_prompts([310, 290, 400, 60])
+
+
+def settings_of_hybrid(folder: Path) -> dict[str, Any]:
+    """An engine of a model that keeps states beside attention."""
+    settings = {**SIZES, "model": saved(granite_h, folder), "max_model_len": 512}
+    return settings | {"kv_cache_memory_bytes": 2**24, "enable_prefix_caching": False}
+
+
+@cache
+@starts_engine
+def found(runs: tuple[str, ...]) -> dict[str, Any]:
+    """What a process that has that runner finds."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.engine.runner_v2", *runs],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    said: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return said
+
+
+def answers_of(run: str) -> list[Answer]:
+    said = found(SHORT if run in SHORT else LONG)[run]
+    assert isinstance(said, dict), said
+    assert said["num_cut"] > 2
+    assert run == "hybrid" or said["num_drafts"] > 15
+    return [Answer(**answer) for answer in said["answers"]]
+
+
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=[pytest.mark.load] * (run in LONG)) for run in CHOSEN]
+)
+def test_drafters_change_no_token(run: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    (random_mimo if run == "mtp" else random_llama)(model, NUM_LAYERS)
+    prompts, own = ([part[index] for index in CHOSEN[run]] for part in (PROMPTS, SETTINGS))
+    with engines_of(model) as start, start(SERVER, 130) as engine:
+        expected = engine.generate(prompts, NUM_GENERATED, own)
+    assert answers_of(run) == expected
+
+
+def test_hybrids_are_served(start_engine: EngineFactory, tmp_path: Path) -> None:
+    with start_engine(HYBRID, 0, **settings_of_hybrid(tmp_path)) as engine:
+        expected = engine.generate(PROMPTS_OF_HYBRID, NUM_GENERATED, METHODS_OF_HYBRID)
+    assert answers_of("hybrid") == expected
