@@ -11,7 +11,7 @@ from tests.tables.code import PACKAGE, ROOT, first_clause, parts, served
 from vllm_kvselect.config import SETTINGS, keys, words
 from vllm_kvselect.engine.frontend.options import add_cli_args
 from vllm_kvselect.metrics import METRICS
-from vllm_kvselect.registry import METHODS
+from vllm_kvselect.registry import METHODS, PARAMETERS
 from vllm_kvselect.scorers import SERVED
 from vllm_kvselect.settings import request_key
 
@@ -38,9 +38,12 @@ def settings() -> str:
     file = [(f"`{option}`", text) for dest, option, text in actions() if dest not in SETTINGS]
     options = {dest: option for dest, option, _ in actions()}
 
-    def rows(operator: bool) -> Iterable[tuple[str, str]]:
+    of_methods = {name for group in PARAMETERS for name in group.model_fields}
+
+    def rows(operator: bool, of_method: bool = False) -> Iterable[tuple[str, str]]:
         for name, setting in SETTINGS.items():
-            if setting.operator is operator:
+            is_wanted = operator or (name in of_methods) is of_method
+            if setting.operator is operator and is_wanted:
                 option = f", `{options[name]}`" if name in options else ""
                 key = f", in a request `{request_key(name)}`" if setting.in_requests else ""
                 yield (
@@ -48,8 +51,12 @@ def settings() -> str:
                     f"{setting.help}{choices(name)}",
                 )
 
-    operators, experts = listed([*rows(True), *file]), listed(rows(False))
-    return f"**For operators**\n\n{operators}\n\n**For experts**\n\n{experts}"
+    groups = {
+        "For operators": [*rows(True), *file],
+        "For experts": rows(False),
+        "Of methods": rows(False, of_method=True),
+    }
+    return "\n\n".join(f"**{group}**\n\n{listed(each)}" for group, each in groups.items())
 
 
 def default(name: str) -> str:
