@@ -53,6 +53,7 @@ CHOICES: dict[str, st.SearchStrategy[Any]] = {
     "kv_eviction_context": st.sampled_from((7, 61, 64, 100)),
     "kv_eviction_decode_budget": st.sampled_from((0, 18, 26)),
     "kv_eviction_decode_interval": st.sampled_from((10, 12, 17)),
+    "kv_eviction_keep_first": st.sampled_from((0, 3, 9)),
     "kv_eviction_prompt_interval": st.sampled_from((0, 10, 24)),
     "kv_prefill": st.sampled_from(("dense", "critiprefill", "critiprefill")),
     "kv_prefill_budget": st.sampled_from((16, 24)),

@@ -219,6 +219,7 @@ def own_eviction(
         "kv_eviction_context": "context",
         "kv_eviction_decode_budget": "decode_budget",
         "kv_eviction_decode_interval": "decode_interval",
+        "kv_eviction_keep_first": "keep_first",
         "kv_eviction_prompt_interval": "prompt_interval",
         "kv_prefill": "prefill",
         "kv_prefill_budget": "prefill_budget",
