@@ -10,5 +10,5 @@ def planned(
     num_prompt_tokens: int, block_size: int, eviction: EvictionConfig, max_tokens: int = 0
 ) -> Plan:
     """The plan of a request that asks for nothing of its own but its answer's length."""
-    params = SimpleNamespace(extra_args=None, max_tokens=max_tokens)
+    params = SimpleNamespace(extra_args=None, max_tokens=max_tokens, prompt_logprobs=None)
     return plan(eviction, params, None, num_prompt_tokens, block_size)

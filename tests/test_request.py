@@ -45,6 +45,7 @@ asked = st.fixed_dictionaries(
         "kv_eviction": st.sampled_from(METHOD_NAMES),
         "kv_eviction_budget": budgets,
         "kv_eviction_context": st.integers(1, 5000),
+        "kv_eviction_prompt_interval": st.integers(0, 500),
     },
 )
 others = st.dictionaries(st.sampled_from(["session_id", "kv_transfer_params", "x"]), st.integers())
@@ -54,8 +55,14 @@ anything = st.dictionaries(
 )
 
 
-def sampling(extra_args: dict[str, Any] | None, max_tokens: int | None = None) -> Sampling:
-    return SimpleNamespace(extra_args=extra_args, max_tokens=max_tokens)
+def sampling(
+    extra_args: dict[str, Any] | None,
+    max_tokens: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> Sampling:
+    return SimpleNamespace(
+        extra_args=extra_args, max_tokens=max_tokens, prompt_logprobs=prompt_logprobs
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,6 +260,16 @@ def test_only_a_request_for_one_token_drops_nothing_for_that(
     else:  # its one token reads what is retained of the context
         assert planned_config(server, sampling(own, 1)) == planned
     assert planned_config(server, sampling(own, 2)) == planned
+
+
+@many
+@given(servers, asked)
+def test_log_probabilities_of_a_prompt_are_those_of_the_full_cache(
+    server: EvictionConfig, own: dict[str, Any]
+) -> None:
+    planned = planned_config(server, sampling(own))
+    at_its_end = planned.model_copy(update={"context": None, "prompt_interval": 0})
+    assert planned_config(server, sampling(own, prompt_logprobs=0)) == at_its_end
 
 
 @pytest.mark.parametrize("own", [{"kv_eviction": "snapkv"}, {"kv_eviction_budget": 64}])

@@ -53,6 +53,7 @@ class Sampling(Protocol):
 
     extra_args: dict[str, Any] | None
     max_tokens: int | None
+    prompt_logprobs: int | None
 
 
 class RequestError(ConfigError):
@@ -201,9 +202,10 @@ def refuse_beam_settings(server: EvictionConfig, extra_args: Mapping[str, Any] |
 def planned_config(server: EvictionConfig, params: Sampling | None) -> EvictionConfig:
     """Configuration that scheduler and workers plan a request with.
 
-    A request for one token drops nothing: that token comes from the full cache, and with it the
-    request gives all of its blocks back. Only where a context is marked, or a prompt is cut while
-    it is computed, does that token read what is retained.
+    What must be exact reads everything. Where log-probabilities of the prompt are asked for, it is
+    cut at its end alone. A request for one token drops nothing: that token comes from the full
+    cache, and with it the request gives all of its blocks back. Only where a context is marked does
+    it read what is retained.
 
     The front end has refused what `request_config` does not accept. Should such a request still
     come, by a way that we do not know, it drops nothing: it must not stop everybody's engine.
@@ -213,8 +215,8 @@ def planned_config(server: EvictionConfig, params: Sampling | None) -> EvictionC
         params: The request's sampling parameters.
 
     Returns:
-        As `request_config`, with the method `none` where that raises and where one token is asked
-        for; in the former case also with a dense prefill.
+        As `request_config`, without cuts where exactness asks for that; where it raises, with
+        method `none` and a dense prefill.
     """
     if params is None:
         return server
@@ -222,7 +224,9 @@ def planned_config(server: EvictionConfig, params: Sampling | None) -> EvictionC
         config = request_config(server, params.extra_args)
     except RequestError:
         return _full_cache(server)
-    if params.max_tokens == 1 and config.context is None and not config.prompt_interval:
+    if params.prompt_logprobs is not None and (config.context or config.prompt_interval):
+        config = _changed(config, context=None, prompt_interval=0)
+    if params.max_tokens == 1 and config.context is None:
         return _changed(config, method="none")
     return config
 

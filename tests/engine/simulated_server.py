@@ -210,8 +210,7 @@ def own_eviction(
     """What a request must be served with: what it asks for, where the server lets it choose.
 
     The front end refuses it elsewhere. Should it come all the same, nothing of it is dropped; nor
-    is anything of a prompt that only one token follows, unless it marks a context or is cut while
-    it is computed.
+    is anything of a prompt that only one token follows, unless it marks a context.
     """
     fields = {
         "kv_eviction": "method",
@@ -236,7 +235,7 @@ def own_eviction(
     if chosen["method"] != "none" and (chosen["prompt_interval"] and chosen["prefill"] != "dense"):
         changes = nothing  # what cannot be done together
     chosen = given | changes
-    if max_tokens == 1 and chosen["context"] is None and not chosen["prompt_interval"]:
+    if max_tokens == 1 and chosen["context"] is None:
         changes = {**changes, "method": "none"}
     return EvictionConfig.parse(given | changes)
 
