@@ -24,6 +24,7 @@ from vllm_kvselect.engine.cuda.worker import EvictionGPUWorker
 from vllm_kvselect.engine.drop.request import LiveRequests, Request
 from vllm_kvselect.engine.drop.state import Made, RetentionState
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
+from vllm_kvselect.engine.step.reports import Reporter
 from vllm_kvselect.kernels.base import REFERENCES
 
 BLOCK_SIZE = 16
@@ -53,8 +54,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = object.__new__(EvictionGPUWorker)
     made._contexts = None
     made._eviction, made._requests = EVICTION, LiveRequests(EVICTION, BLOCK_SIZE)
-    made._started, made._states, made._found, made._report_to_send = [], [], [], None
-    made._num_saved_blocks, made._reported_seconds = 0, 0.0
+    made._started, made._states, made._report_to_send = [], [], None
+    made._reporter = Reporter(made._requests, made._states, says_plans=False)
     made._row_ids, made._is_dummy = [], False
     made.model_runner = SimpleNamespace(decode_query_len=1)
     monkeypatch.setattr(Worker, "execute_model", lambda *_: None)
@@ -95,7 +96,7 @@ def test_model_runner_v2_sends_reports_with_the_output(
     state = SimpleNamespace(
         completed=[Made(prompt, cut, freed, freed)], stopwatch=stopwatch, num_evicted=1
     )
-    worker._states = [state]
+    worker._states.append(state)
     worker.use_v2_model_runner = True
     result = ModelRunnerOutput(req_ids=[], req_id_to_index={})
     output = SimpleNamespace(model_runner_output=result) if wrapped else result
