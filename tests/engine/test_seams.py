@@ -190,9 +190,9 @@ def signature(method: Any) -> inspect.Signature | None:
     if not inspect.isfunction(function):
         return None
     found = inspect.signature(function)
-    if isinstance(method, classmethod):
-        return found.replace(parameters=[*found.parameters.values()][1:])
-    return found
+    # An underscore says that vLLM itself does not use what comes.
+    taken = [each.replace(name=each.name.lstrip("_")) for each in found.parameters.values()]
+    return found.replace(parameters=taken[isinstance(method, classmethod) :])
 
 
 def test_what_we_override_takes_what_vllms_takes() -> None:
@@ -206,8 +206,7 @@ def test_what_we_override_takes_what_vllms_takes() -> None:
         for given in stock.parameters.values():
             if given.kind in (given.VAR_POSITIONAL, given.VAR_KEYWORD):
                 continue
-            name = given.name.lstrip("_")  # which says that vLLM does not use it
-            is_taken = name in mine.parameters or given.VAR_KEYWORD in takes
+            is_taken = given.name in mine.parameters or given.VAR_KEYWORD in takes
             assert is_taken, f"{kind.__name__}.{name} does not take {given.name}"
         for own in mine.parameters.values():
             is_new = own.name not in stock.parameters and own.default is own.empty
