@@ -69,12 +69,13 @@ def retained_in_prompt(
         budget = eviction.budget
         if isinstance(budget, float):
             budget = max(eviction.least, int(np.ceil(budget * length)))
-        found.append(_retained(length, sizes, step, budget + step))
+        found.append(_retained(length, sizes, step, budget + step, eviction.num_first))
     budget = eviction.budget
     if isinstance(budget, float):
         budget = int(np.ceil(budget * position))
     made: list[Retained] = []
-    for each in (*found, _retained(position, sizes, eviction.window, budget)):
+    of_end = _retained(position, sizes, eviction.window, budget, eviction.num_first)
+    for each in (*found, of_end):
         if each and (not made or each.num_freed > made[-1].num_freed):
             made.append(each)
     return made
@@ -92,19 +93,24 @@ def retained_in_rounds(
     for length in range(num_prompt_tokens + 1, num_prompt_tokens + max_tokens):
         if (length - num_prompt_tokens) % eviction.decode_interval:
             continue
-        found = _retained(length, sizes, eviction.window, budget)
+        found = _retained(length, sizes, eviction.window, budget, eviction.num_first)
         if found and found.num_freed > num_freed:
             rounds.append(found)
             num_freed = found.num_freed
     return rounds
 
 
-def _retained(position: int, sizes: Sizes, window: int, budget: int) -> Retained | None:
+def _retained(
+    position: int, sizes: Sizes, window: int, budget: int, num_first: int
+) -> Retained | None:
     tail_start = 0
     while (tail_start + 1) * sizes.page <= position - window:
         tail_start += 1
     first_retained = tail_start - 1
     while first_retained > 0 and position - first_retained * sizes.page < budget:
+        first_retained -= 1
+    # The first tokens have pages of their own, whatever the budget.
+    while (tail_start - first_retained) * sizes.page < num_first:
         first_retained -= 1
     # Pages are packed into whole blocks, before the first block that has any of the tail.
     first_packed = first_retained

@@ -76,7 +76,7 @@ class Candidates(NamedTuple):
             return self.without_absent(ranking)
         if self.num_absent is None:
             ranking = ranking.clone()
-            ranking[..., :num_first] = float("inf")
+            ranking[..., :num_first].fill_(float("inf"))
             return ranking
         is_first = absent_columns(self.num_absent + num_first, ranking.shape[-1])
         return self.without_absent(ranking.masked_fill(is_first, float("inf")))
