@@ -28,10 +28,8 @@ def _throughput(panel: Axes, card: pd.DataFrame) -> None:
     colors = [PLUGIN if engine == "plugin" else STOCK for engine in rows["engine"]]
     bars = panel.bar(names, 12 * 1024 / rows["seconds"], color=colors)
     panel.bar_label(bars, [f"{count:.0f} at once" for count in rows["at_once"]], fontsize=8)
-    panel.set_title("12 prompts of 16,384 tokens (H100, 8B)", fontsize=9)
-    panel.set_ylabel("tokens generated a second", fontsize=8)
     panel.margins(y=0.12)
-    panel.tick_params(labelsize=8)
+    _label(panel, "12 prompts of 16,384 tokens (H100, 8B)", "", "tokens generated a second")
 
 
 def _memory(panel: Axes, card: pd.DataFrame) -> None:
@@ -43,12 +41,10 @@ def _memory(panel: Axes, card: pd.DataFrame) -> None:
         seconds = rows["first_token_seconds"].map("{:.1f} s".format)
         for x, y, text in zip(tokens, rows["cache_used"], seconds, strict=True):
             panel.annotate(text, (x, y), (-4, 5), textcoords="offset points", fontsize=7)
-    panel.set_title("a prompt alone, with its first token's time", fontsize=9)
-    panel.set_xlabel("thousand tokens", fontsize=8)
-    panel.set_ylabel("of 16.5 GiB of KV cache, %", fontsize=8)
     panel.set_ylim(0, 110)
     panel.legend(fontsize=7)
-    panel.tick_params(labelsize=8)
+    title = "a prompt alone, with its first token's time"
+    _label(panel, title, "thousand tokens", "of 16.5 GiB of KV cache, %")
 
 
 def _quality(panel: Axes, rows: pd.DataFrame) -> None:
@@ -61,11 +57,16 @@ def _quality(panel: Axes, rows: pd.DataFrame) -> None:
         share = (100 * own["likeliest"] / own["task"].map(full)).groupby(own["budget"]).mean()
         kept = [f"1/{1 / budget:.0f}" for budget in share.index]
         panel.plot(kept, share, "o-", color=color, label=name)
-    panel.set_title("answers of a small model, 4,096 tokens", fontsize=9)
-    panel.set_xlabel("entries kept", fontsize=8)
-    panel.set_ylabel("of the full cache's, %", fontsize=8)
     panel.set_ylim(0, 105)
     panel.legend(fontsize=7)
+    title = "answers of a small model, 4,096 tokens"
+    _label(panel, title, "entries kept", "of the full cache's, %")
+
+
+def _label(panel: Axes, title: str, x: str, y: str) -> None:
+    panel.set_title(title, fontsize=9)
+    panel.set_xlabel(x, fontsize=8)
+    panel.set_ylabel(y, fontsize=8)
     panel.tick_params(labelsize=8)
 
 

@@ -65,6 +65,13 @@ def sampling(
     )
 
 
+def cut_in_prompts(server: EvictionConfig, own: dict[str, Any], interval: int) -> EvictionConfig:
+    """The server with an interval, if all methods that are named allow that."""
+    named = METHODS.keys() & {server.method, *map(str, own.values())}
+    able = all(METHODS[name].in_rounds for name in named)
+    return server.model_copy(update={"prompt_interval": interval}) if able else server
+
+
 @pytest.mark.parametrize(
     ("budget", "is_accepted"), [(24, True), (48, True), (32, True), (20, False)]
 )
@@ -250,10 +257,11 @@ def test_settings_inside_of_what_nobody_reads_are_refused(
 
 
 @many
-@given(servers, asked)
+@given(servers, asked, st.integers(0, 500))
 def test_only_a_request_for_one_token_drops_nothing_for_that(
-    server: EvictionConfig, own: dict[str, Any]
+    server: EvictionConfig, own: dict[str, Any], interval: int
 ) -> None:
+    server = cut_in_prompts(server, own, interval)
     planned = planned_config(server, sampling(own))
     if planned.context is None:
         assert planned_config(server, sampling(own, 1)).method == "none"
@@ -267,9 +275,7 @@ def test_only_a_request_for_one_token_drops_nothing_for_that(
 def test_log_probabilities_of_a_prompt_are_those_of_the_full_cache(
     server: EvictionConfig, own: dict[str, Any], interval: int
 ) -> None:
-    named = METHODS.keys() & {server.method, *map(str, own.values())}
-    if all(METHODS[name].in_rounds for name in named):
-        server = server.model_copy(update={"prompt_interval": interval})
+    server = cut_in_prompts(server, own, interval)
     planned = planned_config(server, sampling(own))
     at_its_end = planned.model_dump() | {"context": None, "prompt_interval": 0}
     exact = planned_config(server, sampling(own, prompt_logprobs=0))

@@ -9,6 +9,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import rows
 from vllm_kvselect.kernels.base import REFERENCES, Allocator, Kernels
 from vllm_kvselect.norms import FirstStage, SecondStage, Weights
+from vllm_kvselect.planning.cuts import first_pages
 from vllm_kvselect.registry import KNOWN_METHODS, Method
 from vllm_kvselect.scoring.held import Held
 from vllm_kvselect.scoring.inputs import ScoringInputs
@@ -163,7 +164,7 @@ def choose(
     if not is_even:
         # A blended floor could give a head more pages than it has entries.
         config = config.model_copy(update={"floor": "minimum"})
-    least = -(-config.num_first // block_size)
+    least = first_pages(config, block_size)
     blocks, segments = list(sizes.num_packed), num_requests
     if method.scope.is_pyramid:
         missing = [0] * num_requests if held is None else held.num_missing
@@ -171,13 +172,13 @@ def choose(
         blocks = [
             of_layer
             for num_packed, num_own in zip(sizes.num_packed, own, strict=True)
-            for of_layer in pyramid_blocks(num_packed, num_layers, num_own, config, max(1, least))
+            for of_layer in pyramid_blocks(num_packed, num_layers, num_own, config, least)
         ]
         segments = num_rows
     elif not method.pooled:
         blocks, segments = of_rows, num_rows
     by_segment = ranking.reshape(segments, -1, num_columns)
-    if least and method.allocator != "uniform_pages":
+    if config.num_first and method.allocator != "uniform_pages":
         # A head that wants little but its first tokens may want less than half a page more than it
         # has. Rounded, that would be none, and some of the first tokens would go.
         whole = [min(least, num_packed) * block_size for num_packed in blocks]

@@ -10,7 +10,13 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal, Protocol, get_args
 
-from vllm_kvselect.config import OVERRIDE_NAMES, ConfigError, EvictionConfig, Prefill
+from vllm_kvselect.config import (
+    OVERRIDE_NAMES,
+    SETTINGS,
+    ConfigError,
+    EvictionConfig,
+    Prefill,
+)
 from vllm_kvselect.registry import AUTO, not_served
 from vllm_kvselect.settings import request_key
 
@@ -289,7 +295,8 @@ def _checked(server: EvictionConfig, key: str, value: Any) -> Any:
     same = type(value) is type(default) and value == default
     if not same and field not in server.allow_override:
         raise RequestError(
-            f"{key} = {value!r} is not allowed: this server keeps {default!r} for every request; "
+            f"{key} = {value!r} is not allowed: this server keeps "
+            f"{SETTINGS[field].otherwise if default is None else repr(default)} for every request; "
             f"start it with --kv-eviction-allow-override {field} to let requests choose",
             key,
             "not_allowed",

@@ -70,6 +70,8 @@ def test_settings_are_honoured_where_they_belong_and_refused_elsewhere(
     cut = num_cuts(url)
     # What asks for likelihoods of a single token reads everything.
     assert (cut > before) == (path != "/generative_scoring")
+    if cut > before:
+        assert metrics(url)["vllm:kv_eviction_states"] > 0
     if path == "/inference/v1/generate":
         own = {"sampling_params": SAMPLING | {"extra_args": NONE}}
     if path != "/generative_scoring":
