@@ -69,7 +69,8 @@ def test_plan_shows_what_is_freed() -> None:
     assert result.exit_code == 0
     (cut,) = cuts(1556, 32, EvictionConfig(method="adakv-perturb", budget=256))
     assert rows(result) == {
-        "method": "auto",
+        "method": "layer-probe",
+        "cut while computed": "every 2048 tokens",
         "entries retained": "276 of 1556 per KV head",
         "blocks packed": str(cut.num_packed),
         "blocks of the tail": "2",
@@ -90,6 +91,8 @@ def test_plan_counts_pages_of_larger_blocks() -> None:
 def test_plan_shows_the_most_that_a_prompt_holds_with_cuts_in_it() -> None:
     command = ("plan", "--prompt-len", "32768", "--budget", "2048", "--method", "keydiff")
     assert rows(run(*command))["most blocks held"] == "1024"
+    by_default = rows(run(*command[:5]))  # as `auto` cuts, where there is a probe
+    assert by_default["most blocks held"] == str((2048 + 2 * 2048) // 32)
     bounded = rows(run(*command, "--prompt-interval", "512"))
     assert bounded["most blocks held"] == str((2048 + 2 * 512) // 32)
     assert bounded["blocks freed"] == rows(run(*command))["blocks freed"]

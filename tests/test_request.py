@@ -152,6 +152,26 @@ def test_auto_is_the_servers_own_method() -> None:
     assert (config.method, config.budget) == ("layer-probe", 64)
 
 
+@pytest.mark.parametrize(
+    ("server", "own", "interval"),
+    [
+        ("layer-probe", {}, 512),
+        ("layer-probe", {"kv_eviction": "layer-probe"}, 512),
+        ("layer-probe", {"kv_eviction": "keydiff"}, 512),
+        ("layer-probe", {"kv_eviction": "snapkv"}, 0),
+        ("layer-probe", {"kv_eviction": "defensivekv"}, 0),  # it could not
+        ("layer-probe", {"kv_eviction": "snapkv", "kv_eviction_prompt_interval": 256}, 256),
+        ("layer-probe", {"kv_eviction": "snapkv", "kv_eviction_prompt_interval": 512}, 512),
+        ("snapkv", {"kv_eviction": "adakv"}, 512),  # the server's own looks through a window, too
+    ],
+)
+def test_windows_are_not_moved_away_from_the_question_unless_that_is_asked_for(
+    server: str, own: dict[str, Any], interval: int
+) -> None:
+    cut = EvictionConfig(method=server, prompt_interval=512, allow_override=OVERRIDE_NAMES)
+    assert request_config(cut, own).prompt_interval == interval
+
+
 def test_one_entry_and_the_whole_prompt_are_different_budgets() -> None:
     one = EvictionConfig(method="adakv-perturb", budget=1)
     with pytest.raises(RequestError, match=r"kv_eviction_budget = 1\.0 is not allowed"):

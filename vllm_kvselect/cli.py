@@ -19,8 +19,8 @@ from vllm_kvselect.evaluation.command import evaluate
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.parsing import parse_number
 from vllm_kvselect.papers.command import analyze
-from vllm_kvselect.planning.cuts import budget_problem, cuts
-from vllm_kvselect.registry import AUTO, METHODS, PREFERRED
+from vllm_kvselect.planning.cuts import budget_problem, cuts, whole_interval
+from vllm_kvselect.registry import AUTO, AUTO_INTERVAL, METHODS, PREFERRED
 from vllm_kvselect.scorers import SERVED
 from vllm_kvselect.store.command import contexts
 from vllm_kvselect.tiny_model import TinyModelError, tiny_model
@@ -175,20 +175,23 @@ def plan_command(
 ) -> None:
     """Show what is retained of a prompt and how many blocks that frees.
 
-    What a server would refuse is refused here too.
+    What a server would refuse is refused here too. `auto` is what it is where there is a probe.
     """
     number = None if budget is None else parse_number(budget)
     given = {"budget": number, "window": window, "prompt_interval": prompt_interval}
-    values = {key: val for key, val in given.items() if val is not None}
-    # How many entries are retained depends on no method.
-    config = EvictionConfig.parse({**values, "method": PREFERRED[-1] if method == AUTO else method})
+    values: dict[str, Any] = {key: val for key, val in given.items() if val is not None}
+    if method == AUTO:
+        values = {"prompt_interval": AUTO_INTERVAL, **values, "method": PREFERRED[0]}
+    config = EvictionConfig.parse({"method": method, **values})
     page_size = page_size or block_size
     if block_size % page_size:
         raise ConfigError(f"a block of {block_size} tokens is no multiple of a page of {page_size}")
     _refuse_small_budget(max_model_len or prompt_len, page_size, config)
     outcome = _outcome(prompt_len, block_size, page_size, config)
     table = Table(show_header=False, box=None)
-    table.add_row("method", method)
+    table.add_row("method", config.method)
+    if interval := whole_interval(config, block_size):
+        table.add_row("cut while computed", f"every {interval} tokens")
     table.add_row("entries retained", f"{outcome.entries} of {prompt_len} per KV head")
     table.add_row("blocks packed", str(outcome.packed))
     table.add_row("blocks of the tail", str(outcome.tail))

@@ -159,6 +159,7 @@ class EvictionConfig(BaseModel):
             operator=True,
             option="TOKENS",
             in_requests=True,
+            otherwise="2048 where auto takes layer-probe, else 0",
         ),
     ] = 0
     keep_first: Annotated[

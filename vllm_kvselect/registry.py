@@ -18,6 +18,7 @@ from vllm_kvselect.scorers import (
     Need,
     NormsName,
     Parameters,
+    Pooling,
     ScopeName,
     Scorer,
 )
@@ -114,6 +115,11 @@ class Method:
         """Whether it can choose again while a request generates."""
         return not self.not_in_rounds
 
+    @property
+    def in_prompts(self) -> bool:
+        """Whether cuts in a prompt suit it: a window there is far from the question at its end."""
+        return self.in_rounds and Pooling not in self.scorer.parameters
+
 
 @dataclass(frozen=True)
 class _Form:
@@ -204,6 +210,9 @@ AUTO = "auto"
 
 PREFERRED: tuple[str, ...] = ("layer-probe", "layer-defensivekv", "thetakv", "snapkv")
 """What `auto` chooses from, the best first (docs/quality.md); any model allows the last one."""
+
+AUTO_INTERVAL = 2048
+"""The `prompt_interval` of `auto`, with methods that cuts in prompts suit (docs/quality.md)."""
 
 
 def best_method(suits: Callable[[Method], bool]) -> str:

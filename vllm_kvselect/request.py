@@ -17,7 +17,7 @@ from vllm_kvselect.config import (
     EvictionConfig,
     Prefill,
 )
-from vllm_kvselect.registry import AUTO, not_served
+from vllm_kvselect.registry import AUTO, KNOWN_METHODS, not_served
 from vllm_kvselect.settings import request_key
 
 REQUEST_KEYS = {request_key(field): field for field in OVERRIDE_NAMES}
@@ -86,7 +86,9 @@ def request_config(server: EvictionConfig, extra_args: Mapping[str, Any] | None)
         extra_args: `SamplingParams.extra_args`; keys that are not ours are other people's.
 
     Returns:
-        The server's configuration where the request changes nothing, else a changed one.
+        The server's configuration where the request changes nothing, else a changed one. Where
+        cuts in prompts suit the server's method but not the one that the request names, it is cut
+        at its end alone, unless it names an interval, too.
 
     Raises:
         RequestError: If a key of ours is unknown, values are not accepted alone or together, or the
@@ -108,6 +110,9 @@ def request_config(server: EvictionConfig, extra_args: Mapping[str, Any] | None)
             )
     if not changes:
         return server
+    method = KNOWN_METHODS.get(changes.get("method", ""))
+    if method is not None and not method.in_prompts and _cuts_prompts_by_no_window(server):
+        changes.setdefault("prompt_interval", 0)
     try:
         return _changed(server, **changes)
     except ConfigError as error:  # each is accepted, but not all of them together
@@ -246,6 +251,12 @@ def _in_the_requests_words(message: str) -> str:
 
 def _full_cache(server: EvictionConfig) -> EvictionConfig:
     return _changed(server, method="none", prefill="dense")
+
+
+def _cuts_prompts_by_no_window(server: EvictionConfig) -> bool:
+    """Whether an interval was chosen for a method that it suits."""
+    is_cut = server.enabled and bool(server.prompt_interval)
+    return is_cut and KNOWN_METHODS[server.method].in_prompts
 
 
 def _is_sparse(config: EvictionConfig) -> bool:

@@ -232,6 +232,11 @@ def own_eviction(
         changes = nothing
     given = server.model_dump()
     chosen = given | changes
+    by_windows = ("adakv", "adakv-perturb")
+    if chosen["method"] in by_windows and server.method not in (*by_windows, "none"):
+        # In a prompt its window would be far from the question.
+        changes.setdefault("prompt_interval", 0)
+    chosen = given | changes
     if chosen["method"] != "none" and (chosen["prompt_interval"] and chosen["prefill"] != "dense"):
         changes = nothing  # what cannot be done together
     chosen = given | changes

@@ -21,6 +21,7 @@ from vllm_kvselect.registry import METHODS, PREFERRED
 
 AUTO = ("--kv-eviction", "auto", "--kv-eviction-budget", "0.25")
 BLOCKS = ("--block-size", "32")
+LONG = ("--max-model-len", "8192")
 IN_ROUNDS = ("--kv-eviction-decode-budget", "256")
 
 
@@ -54,6 +55,43 @@ def test_a_probe_at_hand_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     assert retained.startswith("KV eviction layer-probe: retains 512 entries")
 
 
+@pytest.mark.parametrize(
+    ("options", "interval"),
+    [
+        ((), 2048),
+        (("--kv-eviction-decode-budget", "512"), 2048),
+        (("--kv-eviction-allow-override", "method", "prompt_interval"), 2048),
+        (("--kv-eviction-prompt-interval", "0"), 0),
+        (("--kv-eviction-prompt-interval", "512"), 512),
+        (("--no-enable-prefix-caching",), 0),  # nobody would find what a cut leaves
+        (("--max-model-len", "2048"), 0),
+        (("--kv-prefill", "critiprefill", "--max-num-batched-tokens", "4096"), 0),
+    ],
+)
+def test_prompts_are_cut_where_that_suits_the_method_and_nothing_else_is_asked_for(
+    options: tuple[str, ...], interval: int
+) -> None:
+    command = ("--kv-eviction-budget", "0.25", *LONG, *options)
+    settings = config_of(*command).additional_config[CONFIG_KEY]
+    assert (settings["method"], settings["prompt_interval"]) == ("layer-probe", interval)
+
+
+def test_the_log_says_that_prompts_are_cut_and_how_to_leave_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (_, choice), (_, retained) = said(caplog, *AUTO, *LONG)
+    assert choice.endswith(
+        " and cuts prompts every 2048 tokens (--kv-eviction-prompt-interval 0 to cut them at their "
+        "ends alone)"
+    )
+    assert "; drops while it is computed every 2048 tokens" in retained
+
+
+def test_a_method_that_is_named_cuts_prompts_at_their_ends_alone() -> None:
+    settings = config_of("--kv-eviction", "layer-probe", *LONG).additional_config[CONFIG_KEY]
+    assert settings["prompt_interval"] == 0
+
+
 def test_without_a_probe_the_next_best_is_taken_and_the_command_for_one_shown(
     llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -62,6 +100,7 @@ def test_without_a_probe_the_next_best_is_taken_and_the_command_for_one_shown(
     (_, choice), *_ = said(caplog, *command)
     assert choice.startswith("KV eviction auto takes layer-defensivekv (not layer-probe: there is ")
     assert f"`vllm-kvselect calibrate {llama}`" in choice
+    assert "cuts prompts" not in choice  # it cannot
 
 
 def test_a_named_probe_is_taken_and_checked_when_the_model_is_loaded(llama: Path) -> None:

@@ -19,7 +19,6 @@ from vllm_kvselect.engine.platforms import (
 from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.planning.cuts import Cuts, budget_entries, cuts, whole_interval
 from vllm_kvselect.registry import METHODS
-from vllm_kvselect.scorers import Pooling
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
@@ -196,7 +195,7 @@ def why_blind(eviction: EvictionConfig) -> str | None:
     """Says that a window inside a prompt does not know what is asked at its end; None elsewhere."""
     if not (eviction.enabled and eviction.prompt_interval):
         return None
-    if Pooling not in METHODS[eviction.method].scorer.parameters:
+    if METHODS[eviction.method].in_prompts:
         return None
     return (
         f"KV eviction {eviction.method} judges entries by the tokens after them, and with "

@@ -1,4 +1,4 @@
-"""`auto`: the best method that a model allows, chosen once, before anything starts.
+"""`auto`: the best method that a model allows, and its interval, chosen once, before all starts.
 
 Everything behind the front end sees the method that was chosen. What only the loaded model shows,
 a worker finds out: it then refuses the start and names the next best (`step/worker.py`).
@@ -10,9 +10,11 @@ from vllm.config import ModelConfig, VllmConfig
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine.frontend.checks import pool_problems
+from vllm_kvselect.engine.models import layer_types
+from vllm_kvselect.engine.platforms import has_drafter_layers
 from vllm_kvselect.probes.fingerprint import fingerprint
 from vllm_kvselect.probes.places import find_probe
-from vllm_kvselect.registry import AUTO, METHODS, PREFERRED, Method
+from vllm_kvselect.registry import AUTO, AUTO_INTERVAL, METHODS, PREFERRED, Method
 from vllm_kvselect.scorers import ProbeFile
 
 
@@ -34,7 +36,8 @@ def choose(vllm_config: VllmConfig, eviction: EvictionConfig) -> tuple[EvictionC
         eviction: What is asked for, with the provisional method.
 
     Returns:
-        The configuration with that method, and a sentence on which one it is and why.
+        The configuration with that method, and with an interval where states can be found and none
+        was asked for; and a sentence on which they are and why.
     """
     passed_over = []
     for name in PREFERRED:
@@ -43,7 +46,14 @@ def choose(vllm_config: VllmConfig, eviction: EvictionConfig) -> tuple[EvictionC
             passed_over.append(f"not {name}: {obstacle}")
             continue
         why = "; ".join(passed_over) or "a probe of this model is at hand"
-        return changed, f"KV eviction auto takes {name} ({why})"
+        choice = f"KV eviction auto takes {name} ({why})"
+        if _finds_states(vllm_config, changed):
+            changed = changed.model_copy(update={"prompt_interval": AUTO_INTERVAL})
+            choice += (
+                f" and cuts prompts every {AUTO_INTERVAL} tokens "
+                "(--kv-eviction-prompt-interval 0 to cut them at their ends alone)"
+            )
+        return changed, choice
     raise AssertionError(passed_over)
 
 
@@ -59,6 +69,21 @@ def _obstacle(vllm_config: VllmConfig, eviction: EvictionConfig, method: Method)
     if "probe" in method.needs:
         return _no_probe(vllm_config, eviction.of(ProbeFile).probe)
     return ""
+
+
+def _finds_states(vllm_config: VllmConfig, eviction: EvictionConfig) -> bool:
+    """Whether `auto` cuts prompts: somebody finds what is left, and nothing else was asked for."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return (
+        METHODS[eviction.method].in_prompts
+        and not {"prompt_interval", "context_store"} & eviction.model_fields_set
+        and not eviction.may_prefill_sparsely
+        and bool(cache.enable_prefix_caching)
+        and model.max_model_len > AUTO_INTERVAL
+        and not model.is_hybrid
+        and {*layer_types(vllm_config)} == {"full_attention"}
+        and not has_drafter_layers(vllm_config)
+    )
 
 
 def _takes_images(model: ModelConfig) -> bool:
