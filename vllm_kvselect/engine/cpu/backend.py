@@ -13,12 +13,12 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_kvselect.engine.cpu.pages import PageCodec, one_head_view
 from vllm_kvselect.engine.cpu.schedules import Schedules
-from vllm_kvselect.engine.drop.memory import all_layers
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
 from vllm_kvselect.engine.step.layer import HeadwiseImpl, refuse_layer
-from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
+from vllm_kvselect.engine.view.memory import all_layers
+from vllm_kvselect.engine.view.sequences import Call, HeadwiseBatch, OneHeadBatch
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.page_table import PageTable
 

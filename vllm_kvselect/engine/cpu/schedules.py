@@ -6,7 +6,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm import envs
 
-from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
+from vllm_kvselect.engine.view.sequences import Call, HeadwiseBatch, OneHeadBatch
 
 TILE = 16
 """Tokens of the smallest tile of any instruction set; other tiles are twice as large."""

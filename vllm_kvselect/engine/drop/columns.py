@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvselect.engine.drop.page_tables import SettledRows
 from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.engine.drop.state import RetentionState
+from vllm_kvselect.engine.view.page_tables import SettledRows
 from vllm_kvselect.paging.compaction import head_pages
 
 

@@ -16,11 +16,11 @@ from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.notice import Found, Swap
-from vllm_kvselect.engine.scheduler.loads import ContextLoads
-from vllm_kvselect.engine.scheduler.salted_hashes import salt_hashes
-from vllm_kvselect.engine.scheduler.sparse_names import sparse_names
-from vllm_kvselect.engine.scheduler.states import StateNames, salts_of
-from vllm_kvselect.engine.store.identity import StoreIdentity
+from vllm_kvselect.engine.sparse.names import sparse_names
+from vllm_kvselect.engine.states.identity import StoreIdentity
+from vllm_kvselect.engine.states.loads import ContextLoads
+from vllm_kvselect.engine.states.names import StateNames, salts_of
+from vllm_kvselect.engine.states.salted_hashes import salt_hashes
 from vllm_kvselect.planning.cuts import Cut
 from vllm_kvselect.planning.plan import Plan, plan
 

@@ -1,4 +1,4 @@
-"""vLLM's schedulers, where a request's cut matters for when and how far it is computed.
+"""vLLM's schedulers, whose chunks end at cuts; a request may wait for what another computes.
 
 Cuts: what a request computes up to one is computed before it, and the rest after it. So no chunk
 runs past any: neither that of a long prompt, nor that of a request that resumes, nor one with
@@ -40,7 +40,7 @@ from vllm_kvselect.engine.scheduler.block_manager import (
     headwise_manager,
     shares_states,
 )
-from vllm_kvselect.engine.scheduler.states import Held
+from vllm_kvselect.engine.states.names import Held
 from vllm_kvselect.planning.cuts import chunk_end
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply

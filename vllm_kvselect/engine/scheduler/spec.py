@@ -20,7 +20,7 @@ from vllm_kvselect.engine.scheduler.block_manager import (
     StateManager,
     WindowManager,
 )
-from vllm_kvselect.engine.store.identity import StoreIdentity
+from vllm_kvselect.engine.states.identity import StoreIdentity
 from vllm_kvselect.planning.cuts import most_blocks
 
 OTHER_OPTIONS = (

@@ -5,12 +5,15 @@ the step's tokens, each further one a drafted token of every request. It asks fo
 but for the first batch of EAGLE and MTP in model runner V2, which is the step's.
 """
 
+from collections.abc import Sequence
+
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvselect.engine.step.rows import Rows
-from vllm_kvselect.engine.step.sparse import SparseRow
+from vllm_kvselect.engine.drop.request import Request
+from vllm_kvselect.engine.sparse.worker_segments import SparseRow
 from vllm_kvselect.engine.step.split import Seen, Splitter
+from vllm_kvselect.engine.view.rows import Rows
 
 
 class DraftSplitter(Splitter):
@@ -23,8 +26,10 @@ class DraftSplitter(Splitter):
         """Bounds: what vLLM says of a drafter's rows on the host may be too little by its token."""
         return torch.full((common.num_reqs,), common.max_seq_len, dtype=torch.int32)
 
-    def _seen(self, rows: Rows) -> Seen | None:
+    def _seen(self, rows: Rows, requests: Sequence[Request]) -> Seen | None:
         return None
 
-    def _sparse_rows(self, rows: Rows, block_table: torch.Tensor) -> dict[int, SparseRow]:
+    def _sparse_rows(
+        self, rows: Rows, requests: Sequence[Request], block_table: torch.Tensor
+    ) -> dict[int, SparseRow]:
         return {}

@@ -11,9 +11,9 @@ from vllm.v1.attention.backend import AttentionLayer
 
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.drop.state import RetentionState
-from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
-from vllm_kvselect.engine.step.sparse import SparseBatch, joined
+from vllm_kvselect.engine.sparse.worker_segments import SparseBatch, joined
 from vllm_kvselect.engine.step.split import Part, Split, StockPart
+from vllm_kvselect.engine.view.sequences import Call, HeadwiseBatch, OneHeadBatch
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.compaction import head_pages
 from vllm_kvselect.paging.page_table import PageTable

@@ -3,6 +3,7 @@
 A row whose request has made a cut reads what it retains. All others stay vLLM's.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, Self
@@ -13,13 +14,17 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvselect.config import Prefill
-from vllm_kvselect.engine.drop.page_tables import PageTables, SettledRows
 from vllm_kvselect.engine.drop.request import Request, RequestsOf
 from vllm_kvselect.engine.drop.state import RetentionState
-from vllm_kvselect.engine.step.pieces import Pieces, sparse_batch, sparse_rows
-from vllm_kvselect.engine.step.rows import Rows, Tokens, on_device, start_loc, token_indices
-from vllm_kvselect.engine.step.sequences import HeadwiseBatch, headwise_batch
-from vllm_kvselect.engine.step.sparse import SparseBatch, SparseRow
+from vllm_kvselect.engine.sparse.worker_segments import (
+    SparseBatch,
+    SparseRow,
+    sparse_batch,
+    sparse_rows,
+)
+from vllm_kvselect.engine.view.page_tables import PageTables, SettledRows
+from vllm_kvselect.engine.view.rows import Rows, Tokens, on_device, start_loc, token_indices
+from vllm_kvselect.engine.view.sequences import HeadwiseBatch, headwise_batch
 from vllm_kvselect.paging.page_table import PageTable
 from vllm_kvselect.scoring.memory import StepQueries
 
@@ -136,6 +141,44 @@ class Decodes(NamedTuple):
         )
 
 
+class Pieces(NamedTuple):
+    """Tokens of rows that read all tokens before them, as numpy arrays `[num_pieces]`.
+
+    Attributes:
+        rows: The row of each piece, in order.
+        starts: Where its tokens start in the batch.
+        lens: How many they are, at least 1.
+        ends: Position after the last of them.
+    """
+
+    rows: np.ndarray
+    starts: np.ndarray
+    lens: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def before_cuts(cls, rows: Rows, sparse: Mapping[int, SparseRow] | None = None) -> Self:
+        """The rows whose tokens come before their first cut.
+
+        Args:
+            rows: The batch.
+            sparse: Sparse segments by row, which are left out; what is beside them may be two
+                pieces.
+        """
+        pieces = []
+        for row in np.flatnonzero(~rows.is_past):
+            tokens = rows.tokens(row)
+            spans = [(tokens.start, tokens.stop)]
+            if sparse and row in sparse:
+                left_out = sparse[row].tokens
+                spans = [(tokens.start, left_out.start), (left_out.stop, tokens.stop)]
+            shift = rows.num_computed[row] - rows.query_start[row]
+            for start, stop in spans:
+                if start < stop:
+                    pieces.append((row, start, stop - start, stop + shift))
+        return cls(*np.array(pieces, dtype=np.int64).reshape(-1, 4).T)
+
+
 class Splitter:
     """Splits the batches of one group of layers.
 
@@ -155,11 +198,11 @@ class Splitter:
         if all(request.plan.is_stock for request in requests):
             return None
         rows = self._rows(common, requests)
-        past, seen = np.flatnonzero(rows.is_past), self._seen(rows)
+        past, seen = np.flatnonzero(rows.is_past), self._seen(rows, requests)
         after: list[Part] = [self._headwise(rows, past, common)] if past.size else []
         if past.size == len(requests):
             return Split(after, seen)
-        sparse = self._sparse_rows(rows, common.block_table_tensor)
+        sparse = self._sparse_rows(rows, requests, common.block_table_tensor)
         if not (past.size or seen or sparse):
             return None
         before = StockPart(None, common)
@@ -169,15 +212,18 @@ class Splitter:
         if sparse:
             split.sparse = [*self._sparse_parts(rows, sparse, common), *after]
             # The same for all requests of a server.
-            of_requests = (row.config.of(Prefill) for row in sparse.values())
+            of_requests = (row.prefill.config.of(Prefill) for row in sparse.values())
             (num_dense,) = {each.prefill_dense_layers for each in of_requests}
             # A drafter's layers may be computed with this batch, too.
             split.sparse_layers = range(num_dense, self._state.num_choosing)
         return split
 
-    def _sparse_rows(self, rows: Rows, block_table: torch.Tensor) -> dict[int, SparseRow]:
+    def _sparse_rows(
+        self, rows: Rows, requests: Sequence[Request], block_table: torch.Tensor
+    ) -> dict[int, SparseRow]:
         """Rows with sparse segments."""
-        return sparse_rows(rows, block_table, self._block_size)
+        prefills = [request.progress.sparse for request in requests]
+        return sparse_rows(rows, prefills, block_table, self._block_size)
 
     def _sparse_parts(
         self, rows: Rows, sparse: dict[int, SparseRow], common: CommonAttentionMetadata
@@ -189,7 +235,7 @@ class Splitter:
         beside = Pieces.before_cuts(rows, sparse)
         return [stock_part(beside, common), *parts] if beside.rows.size else parts
 
-    def _seen(self, rows: Rows) -> Seen | None:
+    def _seen(self, rows: Rows, requests: Sequence[Request]) -> Seen | None:
         """The tokens whose queries the next cuts of their requests look through.
 
         Raises:
@@ -198,7 +244,7 @@ class Splitter:
         """
         wanted: list[tuple[Request, int, int]] = []
         starts: list[int] = []
-        for row, request in enumerate(rows.requests):
+        for row, request in enumerate(requests):
             begin, end = int(rows.num_computed[row]), int(rows.seq_lens[row])
             for cut in islice(request.plan.cuts, request.progress.num_made, None):
                 if cut.position < end:
@@ -234,7 +280,7 @@ class Splitter:
             query_start=query_start[:-1],
             query_lens=np.diff(query_start),
             seq_lens=self._seq_lens(common).numpy().astype(np.int64),
-            requests=requests,
+            cuts=[request.last_cut for request in requests],
         )
 
     def _seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:

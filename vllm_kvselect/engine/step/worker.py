@@ -33,11 +33,11 @@ from vllm_kvselect.engine.refusal import notes_refusals
 from vllm_kvselect.engine.report import StepReport
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, with_eviction
 from vllm_kvselect.engine.start_up import is_length_open, log_retained
+from vllm_kvselect.engine.states.identity import StoreIdentity, store_identity
+from vllm_kvselect.engine.states.worker_contexts import StoredContexts
 from vllm_kvselect.engine.step.binding import BindingWorker
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
-from vllm_kvselect.engine.step.contexts import StoredContexts
 from vllm_kvselect.engine.step.reports import Reporter
-from vllm_kvselect.engine.store.identity import StoreIdentity, store_identity
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.planning.cuts import budget_problem
 from vllm_kvselect.registry import METHODS
@@ -149,7 +149,8 @@ class EvictionWorker(BindingWorker):
                 builder.draft_for(target, self._requests_of)
         if self._store is not None:
             [builder] = self._started
-            self._contexts = StoredContexts.of(builder, self._eviction, self.model_config.model)
+            kv_cache, ours = builder.layers[0].kv_cache, (self._eviction, self.vllm_config)
+            self._contexts = StoredContexts.of(kv_cache, builder.state, *ours)
 
     def _take_note_of_length(self) -> None:
         """What the front end checks and says of `max_model_len`, where vLLM fitted it to the pool.

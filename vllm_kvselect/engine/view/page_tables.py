@@ -1,19 +1,62 @@
-"""PageTables: the page tables of decoding rows, built anew only when their blocks change.
+"""Page offsets of what is packed, and page tables of decoding rows.
 
-A decode step makes every sequence one entry longer and, until a block is full, nothing else.
+A decode step makes every sequence one entry longer and, until a block is full, nothing else. So
+tables are built anew only when their blocks change.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.paging.page_table import PageTable, headwise_page_table
+
+
+class PageOffsets:
+    """Page offsets of the requests in a worker's KV cache.
+
+    `offsets` says where each head's pages start in the run of the request's packed pages, which
+    counts through all layers (`page_table.py`). It is keyed by the id of a request's first packed
+    block, which no other packed run has: it needs no request ids, survives reordering of the batch,
+    serves all requests that share a context, and dies with the block. Block 0, vLLM's null block,
+    keeps offsets of 0: no packed pages. `version` counts changes of the offsets, so that what was
+    built from them is known to be out of date.
+
+    Args:
+        num_blocks: Kernel blocks of the KV cache.
+        num_layers: Layers of the group.
+        num_kv_heads: KV heads on this rank.
+        device: Where keys and values are.
+        per_block: Kernel blocks of a block of the scheduler's.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_layers: int,
+        num_kv_heads: int,
+        device: torch.device | str,
+        per_block: int,
+    ) -> None:
+        self.num_layers, self.num_kv_heads, self.per_block = num_layers, num_kv_heads, per_block
+        self.offsets = torch.zeros(
+            num_blocks, num_layers, num_kv_heads + 1, dtype=torch.int32, device=device
+        )
+        self.version = 0
+
+    def store(self, keys: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Remembers where the pages of the heads of some requests start.
+
+        Args:
+            keys: Ids of their first packed blocks, `[n]` int64.
+            offsets: `[n, num_layers, num_kv_heads + 1]`.
+        """
+        self.offsets[keys] = offsets.to(self.offsets.dtype)
+        self.version += 1
 
 
 @dataclass
 class SettledRows:
-    """Rows whose prompts are packed, `num_rows` each, as copies: a runner changes its own in place.
+    """Rows that read what is packed, `num_rows` each, as copies: a runner changes its own in place.
 
     Attributes:
         block_table: `[num_rows, max_num_blocks]`.
@@ -34,7 +77,7 @@ class SettledRows:
 
     def page_table(
         self,
-        state: RetentionState,
+        state: PageOffsets,
         block_size: int,
         layers: slice = slice(None),
         width: int | None = None,
@@ -86,7 +129,7 @@ class PageTables:
         block_size: Tokens per block.
     """
 
-    def __init__(self, state: RetentionState, block_size: int) -> None:
+    def __init__(self, state: PageOffsets, block_size: int) -> None:
         self._state, self._block_size = state, block_size
         self._built: tuple[int, SettledRows, PageTable] | None = None
 

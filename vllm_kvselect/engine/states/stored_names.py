@@ -12,8 +12,8 @@ from pathlib import Path
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
-from vllm_kvselect.engine.scheduler.states import settings_of_the_choice
-from vllm_kvselect.engine.store.identity import StoreIdentity
+from vllm_kvselect.engine.states.identity import StoreIdentity
+from vllm_kvselect.engine.states.names import settings_of_the_choice
 from vllm_kvselect.planning.plan import Plan
 
 _CHUNK = 2**22

@@ -16,9 +16,9 @@ from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.notice import Load, StepNotice
-from vllm_kvselect.engine.scheduler.states import StateNames
-from vllm_kvselect.engine.scheduler.stored_names import stored_name
-from vllm_kvselect.engine.store.identity import StoreIdentity
+from vllm_kvselect.engine.states.identity import StoreIdentity
+from vllm_kvselect.engine.states.names import StateNames
+from vllm_kvselect.engine.states.stored_names import stored_name
 from vllm_kvselect.planning.plan import Plan
 from vllm_kvselect.store.file import Place
 from vllm_kvselect.store.folder import Folder

@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.scheduler.salted_hashes import salted
+from vllm_kvselect.engine.states.salted_hashes import salted
 from vllm_kvselect.planning.cuts import Cuts
 from vllm_kvselect.planning.plan import Plan
 
