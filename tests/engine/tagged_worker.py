@@ -366,9 +366,9 @@ class TaggedWorker:
         return row
 
     def _read_headwise(self, batch: HeadwiseBatch | None, queries: torch.Tensor) -> None:
-        """Tokens past their prompt read what was retained, then the tail."""
+        """Tokens past their cuts read what was retained, then the tail."""
         rows = [row for row in self.rows if row.retained]
-        require((batch is not None) == bool(rows), "tokens past their prompt are left out")
+        require((batch is not None) == bool(rows), "tokens past their cuts are left out")
         if batch is None:
             return
         table = batch.table or batch.rows.page_table(self.state, self.block_size)

@@ -150,7 +150,7 @@ def end_at_segments_alone(self: CutScheduler, request: Any, num_computed: int, n
     return num_new if segments is None else max(0, segments.last_border(end) - num_computed)
 
 
-def let_chunks_run_past_prompts(patch: pytest.MonkeyPatch) -> None:
+def end_chunks_at_segments_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CutScheduler, "_reserve_prefill_lookahead", end_at_segments_alone)
 
 
@@ -497,7 +497,7 @@ def score_new_entries_as_other_tokens(patch: pytest.MonkeyPatch) -> None:
         found = hold(self)
         if found.numbers is None:
             return found
-        return replace(found, positions=[each + self._block_size for each in found.positions])
+        return replace(found, positions=[each + self._page_size for each in found.positions])
 
     hold = Drop._held
     patch.setattr(Drop, "_held", held)
@@ -535,7 +535,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "hashes of what was computed from less": hash_what_was_computed_from_less,
     "a context's cut left out": leave_contexts_that_one_token_follows,
     "a chunk past its cuts": let_chunks_run_past_cuts,
-    "a chunk that ends at segments alone": let_chunks_run_past_prompts,
+    "a chunk that ends at segments alone": end_chunks_at_segments_alone,
     "the latest interval competes": compete_with_the_latest_interval,
     "the offsets of the cut before": keep_the_offsets_of_the_cut_before,
     "freed blocks read once more": read_freed_blocks_once_more,

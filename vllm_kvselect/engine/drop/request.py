@@ -159,10 +159,7 @@ class LiveRequests:
     """
 
     def __init__(
-        self,
-        eviction: EvictionConfig,
-        block_size: int,
-        page_size: int | None = None,
+        self, eviction: EvictionConfig, block_size: int, page_size: int | None = None
     ) -> None:
         self._eviction, self._sizes = eviction, (block_size, page_size)
         self.per_block = block_size // (page_size or block_size)

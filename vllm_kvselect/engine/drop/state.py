@@ -36,7 +36,7 @@ class RetentionState(PageOffsets):
     """Page offsets, and what a worker remembers beside them of the requests in its KV cache.
 
     `numbers` are what entries were scored by when they were packed, page by page as keys are, `[
-    num_pages, block_size]` float32, of the layers that choose; None where no cut reads them again.
+    num_pages, page_size]` float32, of the layers that choose; None where no cut reads them again.
     They move with the entries, and so serve whoever goes on from them.
 
     `stopwatch` times cuts, `estimate_stopwatch` the choice of blocks that sparse segments read.
@@ -83,7 +83,7 @@ class RetentionState(PageOffsets):
 
         Args:
             packed_blocks: Their blocks in the memory of all layers, `[n]` int64.
-            numbers: Those of the entries in their order, `[n * num_kv_heads * block_size]`.
+            numbers: Those of the entries in their order, `[n * num_kv_heads * page_size]`.
         """
         assert self.numbers is not None
         pages = head_pages(packed_blocks, self.num_kv_heads).T.flatten()

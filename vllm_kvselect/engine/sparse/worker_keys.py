@@ -17,7 +17,7 @@ class SparseLayer(Protocol):
     Attributes:
         layer_index: The layer's place in the group.
         num_kv_heads: Its KV heads.
-        kv_cache: Its cache, `[num_blocks, num_kv_heads, block_size, 2 * head_size]`.
+        kv_cache: Its cache, `[num_blocks, num_kv_heads, page_size, 2 * head_size]`.
         kernels: What computes the parts of a choice.
     """
 

@@ -32,7 +32,7 @@ class SparseRow:
         chunk: All tokens of the row up to there, in the batch.
         chunk_start: Position of the first of them.
         block_ids: Ids of the blocks up to the last segment's end, `[n]` int64.
-        block_size: Tokens of such a block.
+        page_size: Tokens of such a block.
         fused: Criticality in the sparse layer before, or None.
     """
 
@@ -42,15 +42,11 @@ class SparseRow:
     chunk: slice
     chunk_start: int
     block_ids: torch.Tensor
-    block_size: int
+    page_size: int
     fused: torch.Tensor | None = None
 
     def table(
-        self,
-        query: torch.Tensor,
-        at_hand: torch.Tensor | None,
-        scale: float,
-        layer: SparseLayer,
+        self, query: torch.Tensor, at_hand: torch.Tensor | None, scale: float, layer: SparseLayer
     ) -> PageTable:
         """Pages of the row's sequences in a layer, segment by segment, head by head.
 
@@ -71,13 +67,13 @@ class SparseRow:
         pages, num_chosen = segment_pages(
             chosen,
             self.block_ids,
-            starts // self.block_size,
-            size // self.block_size,
-            block // self.block_size,
+            starts // self.page_size,
+            size // self.page_size,
+            block // self.page_size,
         )
         # The one-head view spans the layers, which lie one after the other.
         pages += layer.layer_index * layer.kv_cache.shape[0] * layer.num_kv_heads
-        return PageTable(pages, num_chosen * self.block_size + size)
+        return PageTable(pages, num_chosen * self.page_size + size)
 
     def _choose(
         self,
@@ -98,11 +94,7 @@ class SparseRow:
         return most_critical(self.fused, num_before, config.prefill_budget // config.prefill_block)
 
     def _learn(
-        self,
-        keys: KeyBlocks,
-        num_blocks: int,
-        at_hand: torch.Tensor | None,
-        layer: SparseLayer,
+        self, keys: KeyBlocks, num_blocks: int, at_hand: torch.Tensor | None, layer: SparseLayer
     ) -> None:
         """Adds the blocks before the last segment that are not known yet.
 
@@ -121,7 +113,7 @@ class SparseRow:
                 part = slice(begin - self.chunk_start, stop - self.chunk_start)
                 keys.add(at_hand[:, part], layer)
             else:
-                blocks = self.block_ids[begin // self.block_size : stop // self.block_size]
+                blocks = self.block_ids[begin // self.page_size : stop // self.page_size]
                 keys.add(layer.read_keys(layer.pages_of(blocks)), layer)
             begin = stop
 
@@ -138,10 +130,7 @@ class SparseBatch(OneHeadBatch):
 
 
 def sparse_rows(
-    rows: Rows,
-    prefills: Sequence[SparsePrefill | None],
-    block_table: torch.Tensor,
-    block_size: int,
+    rows: Rows, prefills: Sequence[SparsePrefill | None], block_table: torch.Tensor, page_size: int
 ) -> dict[int, SparseRow]:
     """The sparse segments of a batch.
 
@@ -149,7 +138,7 @@ def sparse_rows(
         rows: The batch.
         prefills: What is kept of each row's request, None where nothing is.
         block_table: Block ids of its rows.
-        block_size: Tokens per block.
+        page_size: Entries per page.
 
     Returns:
         Those of each row that has any, by its index.
@@ -169,8 +158,8 @@ def sparse_rows(
             starts=starts,
             chunk=slice(tokens.start, end + shift),
             chunk_start=begin,
-            block_ids=block_table[row, : end // block_size].to(torch.int64),
-            block_size=block_size,
+            block_ids=block_table[row, : end // page_size].to(torch.int64),
+            page_size=page_size,
         )
     return found
 

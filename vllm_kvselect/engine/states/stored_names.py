@@ -22,11 +22,6 @@ _CHUNK = 2**22
 def stored_name(request: Request, plan: Plan, identity: StoreIdentity) -> str | None:
     """The name of a request's compressed context in a folder.
 
-    Args:
-        request: The request, which marks one.
-        plan: Its plan.
-        identity: What the server's files belong to.
-
     Returns:
         64 hexadecimal digits; None where its context is more than tokens and an adapter in a
         folder, and so not stored.
@@ -51,9 +46,6 @@ def stored_name(request: Request, plan: Plan, identity: StoreIdentity) -> str | 
 
 def adapter_digest(lora: LoRARequest | None) -> str | None:
     """A hash of an adapter's files, since its name may be another's after a restart.
-
-    Args:
-        lora: The request's adapter, or None.
 
     Returns:
         Hexadecimal digits, empty without an adapter; None if its files are not in a folder here, or

@@ -61,11 +61,7 @@ class StoredContexts:
         return cls(memory, state, transfers)
 
     def save(self, made: Iterable[Made]) -> None:
-        """Stores the contexts that were compressed in this step; their requests still hold them.
-
-        Args:
-            made: Cuts that were made.
-        """
+        """Stores the contexts that were compressed in this step; their requests still hold them."""
         for request, cut, *_ in made:
             name, plan = request.stored_as, request.plan
             if name is None or not plan.has_context or cut is not plan.context_cut:
@@ -83,11 +79,7 @@ class StoredContexts:
             self._transfers.save(name, pages, offsets, cut.position, plan.settings.method)
 
     def load(self, scheduled: SchedulerOutput) -> None:
-        """Follows what the scheduler says of loads, and puts what has arrived into the cache.
-
-        Args:
-            scheduled: The scheduler's message of the step that is about to be computed.
-        """
+        """Follows what the scheduler says of loads, and puts what has arrived into the cache."""
         notice = StepNotice.of(scheduled)
         self._transfers.drop(notice.dropped)
         self._transfers.begin(notice.loads)

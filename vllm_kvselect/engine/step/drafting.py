@@ -5,15 +5,10 @@ the step's tokens, each further one a drafted token of every request. It asks fo
 but for the first batch of EAGLE and MTP in model runner V2, which is the step's.
 """
 
-from collections.abc import Sequence
-
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvselect.engine.drop.request import Request
-from vllm_kvselect.engine.sparse.worker_segments import SparseRow
-from vllm_kvselect.engine.step.split import Seen, Splitter
-from vllm_kvselect.engine.view.rows import Rows
+from vllm_kvselect.engine.step.split import Splitter
 
 
 class DraftSplitter(Splitter):
@@ -22,14 +17,8 @@ class DraftSplitter(Splitter):
     It chooses nothing, so nothing of it is seen.
     """
 
+    chooses = False
+
     def _seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """Bounds: what vLLM says of a drafter's rows on the host may be too little by its token."""
         return torch.full((common.num_reqs,), common.max_seq_len, dtype=torch.int32)
-
-    def _seen(self, rows: Rows, requests: Sequence[Request]) -> Seen | None:
-        return None
-
-    def _sparse_rows(
-        self, rows: Rows, requests: Sequence[Request], block_table: torch.Tensor
-    ) -> dict[int, SparseRow]:
-        return {}

@@ -185,12 +185,17 @@ class Splitter:
     Args:
         state: State of the group's layers.
         requests_of: Gives the requests of a batch.
-        block_size: Tokens per block.
+        page_size: Entries per page.
+
+    Attributes:
+        chooses: Whether its layers choose anything: else nothing is seen, and no segment is sparse.
     """
 
-    def __init__(self, state: RetentionState, requests_of: RequestsOf, block_size: int) -> None:
-        self._state, self._requests_of, self._block_size = state, requests_of, block_size
-        self._page_tables = PageTables(state, block_size)
+    chooses = True
+
+    def __init__(self, state: RetentionState, requests_of: RequestsOf, page_size: int) -> None:
+        self._state, self._requests_of, self._page_size = state, requests_of, page_size
+        self._page_tables = PageTables(state, page_size)
 
     def split(self, common: CommonAttentionMetadata) -> Split | None:
         """Splits a batch, or returns None when all of it is vLLM's and nobody has to see it."""
@@ -199,10 +204,15 @@ class Splitter:
             return None
         rows = self._rows(common, requests)
         past, seen = np.flatnonzero(rows.is_past), self._seen(rows, requests)
-        after: list[Part] = [self._headwise(rows, past, common)] if past.size else []
+        after: list[Part] = []
+        if past.size:
+            headwise = headwise_batch(rows, past, common, self._state.num_kv_heads)
+            headwise.table = self._table_of(headwise.rows)
+            after.append(headwise)
         if past.size == len(requests):
             return Split(after, seen)
-        sparse = self._sparse_rows(rows, requests, common.block_table_tensor)
+        prefills = [request.progress.sparse for request in requests] if self.chooses else []
+        sparse = sparse_rows(rows, prefills, common.block_table_tensor, self._page_size)
         if not (past.size or seen or sparse):
             return None
         before = StockPart(None, common)
@@ -217,13 +227,6 @@ class Splitter:
             # A drafter's layers may be computed with this batch, too.
             split.sparse_layers = range(num_dense, self._state.num_choosing)
         return split
-
-    def _sparse_rows(
-        self, rows: Rows, requests: Sequence[Request], block_table: torch.Tensor
-    ) -> dict[int, SparseRow]:
-        """Rows with sparse segments."""
-        prefills = [request.progress.sparse for request in requests]
-        return sparse_rows(rows, prefills, block_table, self._block_size)
 
     def _sparse_parts(
         self, rows: Rows, sparse: dict[int, SparseRow], common: CommonAttentionMetadata
@@ -242,6 +245,8 @@ class Splitter:
             RuntimeError: If a chunk goes on past a cut, which is made before what follows it is
                 computed; `CutScheduler` keeps it from happening.
         """
+        if not self.chooses:
+            return None
         wanted: list[tuple[Request, int, int]] = []
         starts: list[int] = []
         for row, request in enumerate(requests):
@@ -265,14 +270,6 @@ class Splitter:
         tokens = on_device(indices, self._state.offsets.device)
         return Seen(StepQueries(tokens, self._state.num_choosing), wanted)
 
-    def _headwise(
-        self, rows: Rows, past: np.ndarray, common: CommonAttentionMetadata
-    ) -> HeadwiseBatch:
-        """The tokens past their cuts, with page tables if the backend wants them now."""
-        headwise = headwise_batch(rows, past, common, self._state.num_kv_heads)
-        headwise.table = self._table_of(headwise.rows)
-        return headwise
-
     def _rows(self, common: CommonAttentionMetadata, requests: list[Request]) -> Rows:
         """The rows of a batch, as far as the host knows them."""
         query_start = common.query_start_loc_cpu.numpy().astype(np.int64)
@@ -288,7 +285,7 @@ class Splitter:
         return common.seq_lens
 
     def _table_of(self, rows: SettledRows) -> PageTable | None:
-        """Page tables of rows whose state is complete, if the backend wants them now."""
+        """Page tables of rows, if the backend wants them now."""
         return self._page_tables.of(rows)
 
 

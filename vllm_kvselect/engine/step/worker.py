@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.config import CacheConfig
 from vllm.logger import init_logger
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -58,6 +59,7 @@ class EvictionWorker(BindingWorker):
     backend: str
     replaces: AttentionBackendEnum
     rank: int
+    cache_config: CacheConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -107,6 +109,20 @@ class EvictionWorker(BindingWorker):
         spec = specs[0]
         numbers = 4 * spec.num_kv_heads * spec.block_size
         return -(-available * numbers // (spec.page_size_bytes + numbers))
+
+    def determine_available_memory(self) -> int:
+        """vLLM's, less what eviction keeps beside the KV cache.
+
+        A size that the user gave is left as it is.
+        """
+        # Asked before: a start-up plan of vLLM's (VLLM_ENABLE_STARTUP_PLAN) puts its own there.
+        is_given = self.cache_config.kv_cache_memory_bytes is not None
+        available: int = super().determine_available_memory()  # type: ignore[misc]
+        return available if is_given else available - self._reserved_bytes(available)
+
+    def _reserved_bytes(self, available: int) -> int:
+        """Bytes of what is kept beside the KV cache, of both together."""
+        return self._bytes_of_numbers(available)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """vLLM's specs, with the eviction configuration."""

@@ -78,7 +78,7 @@ class SettledRows:
     def page_table(
         self,
         state: PageOffsets,
-        block_size: int,
+        page_size: int,
         layers: slice = slice(None),
         width: int | None = None,
     ) -> PageTable:
@@ -86,7 +86,7 @@ class SettledRows:
 
         Args:
             state: State of all layers.
-            block_size: Tokens per block.
+            page_size: Entries per page.
             layers: Which layers.
             width: Pages of the longest sequence; None where it may be read back.
         """
@@ -102,21 +102,21 @@ class SettledRows:
             self.first_packed,
             self.tail_start,
             offsets[self.first_packed_blocks, layers].transpose(0, 1),
-            block_size,
+            page_size,
             len(offsets),
             layers.start or 0,
             out,
             per_block=state.per_block,
         )
 
-    def has_pages_of(self, other: "SettledRows", block_size: int) -> bool:
+    def has_pages_of(self, other: "SettledRows", page_size: int) -> bool:
         """Whether the rows have the same pages as others, if the state is the same."""
         return (
             self.block_table.shape == other.block_table.shape
             and torch.equal(self.first_packed, other.first_packed)
             and torch.equal(self.tail_start, other.tail_start)
             # Beyond its last block a row holds anything, also what comes next.
-            and torch.equal(-(-self.seq_lens // block_size), -(-other.seq_lens // block_size))
+            and torch.equal(-(-self.seq_lens // page_size), -(-other.seq_lens // page_size))
             and torch.equal(self.block_table, other.block_table)
         )
 
@@ -126,22 +126,22 @@ class PageTables:
 
     Args:
         state: State of the group's layers.
-        block_size: Tokens per block.
+        page_size: Entries per page.
     """
 
-    def __init__(self, state: PageOffsets, block_size: int) -> None:
-        self._state, self._block_size = state, block_size
+    def __init__(self, state: PageOffsets, page_size: int) -> None:
+        self._state, self._page_size = state, page_size
         self._built: tuple[int, SettledRows, PageTable] | None = None
 
     def of(self, rows: SettledRows) -> PageTable:
-        """The page tables of rows whose state is complete."""
+        """The page tables of rows."""
         version = self._state.version
         if self._built is not None:
             built_version, built_rows, table = self._built
-            if built_version == version and rows.has_pages_of(built_rows, self._block_size):
+            if built_version == version and rows.has_pages_of(built_rows, self._page_size):
                 num_heads = table.seq_lens.shape[1] // len(rows.seq_lens)
                 more = (rows.seq_lens - built_rows.seq_lens).repeat_interleave(num_heads)
                 return PageTable(table.pages, table.seq_lens + more.to(torch.int32))
-        table = rows.page_table(self._state, self._block_size)
+        table = rows.page_table(self._state, self._page_size)
         self._built = version, rows, table
         return table
