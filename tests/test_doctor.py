@@ -1,6 +1,5 @@
 """The doctor as people call it, in a process of its own, on installations that lack something."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,7 +8,8 @@ from pathlib import Path
 import pytest
 import vllm
 
-from tests.engine.test_checks import MODELS, SMALL
+from tests.engine.configurations import written
+from tests.engine.test_models import MODELS
 from vllm_kvselect import __version__
 from vllm_kvselect.engine.platforms import has_fp8_caches
 from vllm_kvselect.machine import dtype_name, fast_dtype
@@ -63,7 +63,7 @@ def test_pytorch_held_to_avx2_is_told_to_use_float32() -> None:
 
 def test_without_a_compiler_it_is_slow_and_an_mla_model_stops(tmp_path: Path) -> None:
     config, reason = MODELS["MLA"]
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | config))
+    written(tmp_path, **config)
     missing = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "none"), "CXX": "no-compiler"}
     status, said = doctor("--model", str(tmp_path), **missing)
     assert status == 1

@@ -11,7 +11,7 @@ import torch
 from tests.engine.conftest import Answer
 from tests.engine.float64_model import Model, attention, causal
 from tests.oracle import prefill as oracle
-from vllm_kvselect.engine.step.sparse import SparseRow
+from vllm_kvselect.engine.sparse.worker_segments import SparseRow
 from vllm_kvselect.prefilling.blocks import ChosenBlocks
 
 SIZE, BLOCK, BUDGET = 64, 32, 96

@@ -52,8 +52,8 @@ from vllm_kvselect.engine.scheduler.integrity import (
     plan_violations,
     written_violations,
 )
-from vllm_kvselect.engine.scheduler.loads import ContextLoads
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, StateSpec, WindowSpec
+from vllm_kvselect.engine.states.loads import ContextLoads
 from vllm_kvselect.engine.step.split import Splitter
 from vllm_kvselect.planning.cuts import most_blocks
 from vllm_kvselect.tiny_model import tiny_model

@@ -114,7 +114,7 @@ class Seen:
     def __init__(self, drop: TaggedDrop, place: int, row: Row, cut: Cut) -> None:
         self.drop, self.place, self.row, self.cut = drop, place, row, cut
         self.columns, self.worker, self.settings = drop.columns, drop.worker, drop.settings
-        self.block_size = drop._block_size
+        self.block_size = drop._page_size
         self.is_round = not self.columns.is_even
         # What each head of each layer retains, which later tokens will read.
         self.drawn: list[list[np.ndarray]] = [[] for _ in range(NUM_LAYERS)]

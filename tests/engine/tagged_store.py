@@ -12,9 +12,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.report import StepReport
-from vllm_kvselect.engine.step.contexts import StoredContexts
-from vllm_kvselect.engine.store.identity import StoreIdentity
-from vllm_kvselect.engine.store.transfers import Shape, Transfers
+from vllm_kvselect.engine.states.identity import StoreIdentity
+from vllm_kvselect.engine.states.worker_contexts import StoredContexts
+from vllm_kvselect.engine.states.worker_files import Shape, Transfers
 from vllm_kvselect.store.file import FileError, Place, Stored
 from vllm_kvselect.store.folder import Folder
 
@@ -96,7 +96,6 @@ class TaggedStore:
         folder: The folder.
         cache: `[num_layers, num_blocks, num_kv_heads, block_size]`.
         state: Offsets of what is packed in it.
-        block_size: Tokens per block.
         packed_at: What is packed, by the first packed block.
     """
 
@@ -105,7 +104,6 @@ class TaggedStore:
         folder: MemoryFolder,
         cache: np.ndarray,
         state: RetentionState,
-        block_size: int,
         packed_at: dict[int, Packed],
     ) -> None:
         self.folder, self.packed_at, self.state = folder, packed_at, state
@@ -114,7 +112,7 @@ class TaggedStore:
         transfers = Transfers(folder, 0, 1, "tags", shape, lambda numbers: numbers)
         transfers._readers = LateExecutor(folder.random)  # type: ignore[assignment]
         transfers._writer = AtOnce(folder.random)  # type: ignore[assignment]
-        self.contexts = StoredContexts(memory, state, block_size, transfers)
+        self.contexts = StoredContexts(memory, state, transfers)
         self.transfers = transfers
         self.num_loaded = self.num_failed = 0
 

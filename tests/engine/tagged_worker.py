@@ -33,9 +33,9 @@ from vllm_kvselect.engine.drop.due import DueDrops
 from vllm_kvselect.engine.drop.request import LiveRequests, Request
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.notice import StepNotice
-from vllm_kvselect.engine.step.sequences import HeadwiseBatch
-from vllm_kvselect.engine.step.sparse import SparseBatch, SparseRow
+from vllm_kvselect.engine.sparse.worker_segments import SparseBatch, SparseRow
 from vllm_kvselect.engine.step.split import Seen, Split, Splitter, StockPart
+from vllm_kvselect.engine.view.sequences import HeadwiseBatch
 from vllm_kvselect.scoring import probe
 from vllm_kvselect.scoring.inputs import ScoringInputs
 
@@ -108,9 +108,7 @@ class TaggedWorker:
         self._tag_of: dict[tuple[object, ...], int] = {}
         # By first packed block: of which context, and what every head of every layer retained.
         self.packed_at: dict[int, tuple[tuple[object, ...], list[list[np.ndarray]]]] = {}
-        self.store = folder and TaggedStore(
-            folder, self.cache, self.state, block_size, self.packed_at
-        )
+        self.store = folder and TaggedStore(folder, self.cache, self.state, self.packed_at)
         self.num_completions = self.num_headwise = self.num_windows_in_chunks = 0
         self.num_together = 0
         self.num_pools = self.num_rounds = self.num_in_prompts = self.num_scores_kept = 0
@@ -337,7 +335,7 @@ class TaggedWorker:
         starts = range(tokens.start, tokens.stop, size)
         num_blocks = starts[-1] // block
         by_block = keys[:, : num_blocks * block].unflatten(1, (num_blocks, block))
-        known = segments.prefill.key_blocks(index, eviction).known(num_blocks)
+        known = segments.prefill.key_blocks(index).known(num_blocks)
         for found, expected in zip(known, (by_block.amax(2), by_block.amin(2)), strict=True):
             require(torch.equal(found, expected), row.request_id, "knows other keys")
         sequences = [(start, head) for start in starts for head in range(NUM_KV_HEADS)]
@@ -368,9 +366,9 @@ class TaggedWorker:
         return row
 
     def _read_headwise(self, batch: HeadwiseBatch | None, queries: torch.Tensor) -> None:
-        """Tokens past their prompt read what was retained, then the tail."""
+        """Tokens past their cuts read what was retained, then the tail."""
         rows = [row for row in self.rows if row.retained]
-        require((batch is not None) == bool(rows), "tokens past their prompt are left out")
+        require((batch is not None) == bool(rows), "tokens past their cuts are left out")
         if batch is None:
             return
         table = batch.table or batch.rows.page_table(self.state, self.block_size)

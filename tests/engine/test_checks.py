@@ -1,8 +1,6 @@
 """What eviction cannot honour is refused at start-up: the value, the reason, what to do."""
 
 import importlib
-import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,21 +12,13 @@ from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
-from vllm.plugins import load_general_plugins
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    UniformTypeKVCacheSpecs,
-)
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.engine import flash_attention
+from tests.engine.configurations import EVICTION, CudaPlatform, create, drafting, written
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine import platforms
 from vllm_kvselect.engine import start_up as report
@@ -36,103 +26,13 @@ from vllm_kvselect.engine.cuda import backends
 from vllm_kvselect.engine.frontend import arguments
 from vllm_kvselect.engine.frontend.arguments import choose_scheduler
 from vllm_kvselect.engine.frontend.checks import refuse_unsupported
-from vllm_kvselect.engine.models import (
-    layer_types,
-    refuse_drafter_apart,
-    refuse_mixed_groups,
-    refuse_other_options,
-)
 from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutAsyncScheduler, CutScheduler
-from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, StateSpec, WindowSpec
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.tiny_model import tiny_model
 
-STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
-SMALL = {
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-}
-GEMMA: dict[str, Any] = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "sliding_window": 64,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "head_dim": 32,
-}
-MODELS = {
-    "MLA": (
-        {
-            "architectures": ["DeepseekV2ForCausalLM"],
-            "model_type": "deepseek_v2",
-            "kv_lora_rank": 32,
-            "q_lora_rank": None,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 32,
-            "v_head_dim": 32,
-            "first_k_dense_replace": 2,
-        },
-        "uses MLA",
-    ),
-    "sliding window": (
-        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64},
-        "has no layers with full attention",
-    ),
-    "sliding layers": (
-        {**GEMMA, "layer_types": ["sliding_attention"] * 2},
-        "has no layers with full attention",
-    ),
-    "chunked attention": (
-        {**GEMMA, "layer_types": ["chunked_attention", "full_attention"]},
-        r"other than full attention and sliding windows \(chunked_attention, full_attention\)",
-    ),
-    "windows by a list": (
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "interleaved_sliding_window": [64, None],
-        },
-        "has no layer_types in its config.*sliding window by interleaved_sliding_window",
-    ),
-    "windows by a pattern": (
-        {
-            "architectures": ["MistralForCausalLM"],
-            "model_type": "mistral",
-            "sliding_window": 64,
-            "sliding_window_pattern": 2,
-        },
-        "has no layer_types in its config.*sliding window by sliding_window_pattern",
-    ),
-    "no attention": (
-        {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 8},
-        "has no attention layers",
-    ),
-    "encoder": (
-        {"architectures": ["BertModel"], "model_type": "bert"},
-        "does not generate text",
-    ),
-}
-
-
-@pytest.fixture(autouse=True)
-def plugins() -> None:
-    load_general_plugins()
-
-
-def create(eviction: dict[str, Any], **settings: Any) -> Any:
-    settings = {"model": str(tiny_model()), "max_model_len": 2048, **settings}
-    if isinstance(eviction, dict):
-        eviction = {"method": "adakv-perturb", **eviction}
-    args = EngineArgs(**settings, additional_config={"kv_eviction": eviction})
-    return args.create_engine_config()
-
-
 STORED: dict[str, Any] = {"context": 512, "method": "layer-keydiff", "budget": 0.25}
+PAPERS = {"kv_eviction": {"method": "adakv-perturb"}}
 
 
 @pytest.mark.parametrize(
@@ -159,14 +59,6 @@ def test_contexts_that_cannot_be_stored(
 def test_a_server_that_stores_contexts_is_accepted(tmp_path: Path) -> None:
     create({**STORED, "context_store": str(tmp_path / "contexts"), "context_store_bytes": 10**9})
     assert (tmp_path / "contexts").is_dir()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_that_cannot_be_served(name: str, tmp_path: Path) -> None:
-    config, reason = MODELS[name]
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | config))
-    with pytest.raises(ConfigError, match=f"{reason}.*serve it without --kv-eviction"):
-        create({}, model=str(tmp_path), skip_tokenizer_init=True)
 
 
 @pytest.mark.parametrize(
@@ -282,34 +174,13 @@ def test_what_drafters_exclude(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     vllm_config = drafting("ngram")
-    refuse_unsupported(vllm_config, EvictionConfig(method="adakv-perturb"))
+    refuse_unsupported(vllm_config, EVICTION)
     vllm_config.speculative_config.method = method
     if method != "medusa":
-        refuse_unsupported(vllm_config, EvictionConfig(method="adakv-perturb"))
+        refuse_unsupported(vllm_config, EVICTION)
     change(vllm_config)
     with pytest.raises(ConfigError, match=message):
         refuse_unsupported(vllm_config, EvictionConfig(**{"method": "adakv-perturb", **eviction}))
-
-
-def drafting(method: str, **settings: Any) -> VllmConfig:
-    """A finished configuration, as `refuse_unsupported` sees it."""
-    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    vllm_config = create({}, speculative_config=ngram, **settings)
-    vllm_config.parallel_config.worker_cls = STOCK_WORKER
-    vllm_config.speculative_config.method = method
-    return vllm_config
-
-
-def test_a_drafter_lies_in_the_group_of_its_target(gemma: dict[str, Any]) -> None:
-    two = kv_cache_config(ONE, replace(ONE, head_size=2 * ONE.head_size))
-    with pytest.raises(ConfigError, match=r"of one shape.*or without a drafter of another shape"):
-        refuse_mixed_groups(two, drafting("eagle"))
-    refuse_drafter_apart([["a", "b", "c"]], {"b", "c"})
-    for groups in ([["a"], ["b", "c"]], [["b", "c", "a"]]):
-        with pytest.raises(ConfigError, match=r"as many heads as the model's, behind these; leave"):
-            refuse_drafter_apart(groups, {"b", "c"})
-    with pytest.raises(ConfigError, match="drafters with layers were not tried beside sliding"):
-        refuse_unsupported(drafting("eagle", **gemma), EvictionConfig(method="adakv-perturb"))
 
 
 def test_the_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,10 +222,9 @@ def test_fp8_caches_that_vllm_has_no_kernel_for_are_refused(
     with pytest.raises(ConfigError, match=r"needs a processor with AVX-512 or AMX; change it, or"):
         create({}, kv_cache_dtype="fp8")
     kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 80}
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | kind))
-    odd = {"model": str(tmp_path), "skip_tokenizer_init": True, "kv_cache_dtype": "fp8"}
+    odd = written(tmp_path, **kind)
     with pytest.raises(ConfigError, match=r"needs heads whose size is divisible by 32"):
-        create({}, **odd)
+        create({}, kv_cache_dtype="fp8", **odd)
 
 
 @pytest.mark.parametrize(
@@ -376,10 +246,10 @@ def test_parallelism_and_other_workers_are_refused(
     section: str, name: str, value: Any, message: str
 ) -> None:
     vllm_config = create({"method": "none"}, block_size=32)
-    refuse_unsupported(vllm_config, EvictionConfig(method="adakv-perturb"))
+    refuse_unsupported(vllm_config, EVICTION)
     setattr(getattr(vllm_config, section), name, value)
     with pytest.raises(ConfigError, match=message):
-        refuse_unsupported(vllm_config, EvictionConfig(method="adakv-perturb"))
+        refuse_unsupported(vllm_config, EVICTION)
 
 
 def test_ray_is_accepted_where_vllm_supports_it_and_not_its_older_executor(
@@ -388,157 +258,11 @@ def test_ray_is_accepted_where_vllm_supports_it_and_not_its_older_executor(
     vllm_config = create({"method": "none"}, block_size=32)
     vllm_config.parallel_config.distributed_executor_backend = "ray"
     monkeypatch.setattr(type(current_platform), "ray_device_key", "GPU")
-    refuse_unsupported(vllm_config, EvictionConfig(method="adakv-perturb"))
+    refuse_unsupported(vllm_config, EVICTION)
     chosen = {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": lambda: False}  # unknown to vLLM 0.33
     monkeypatch.setattr(envs, "environment_variables", {**envs.environment_variables, **chosen})
     with pytest.raises(ConfigError, match=r"older Ray executor.*unset VLLM_USE_RAY_V2"):
-        refuse_unsupported(vllm_config, EvictionConfig(method="adakv-perturb"))
-
-
-@pytest.fixture
-def gemma(tmp_path: Path) -> dict[str, Any]:
-    """A model of which one layer of two has a sliding window."""
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | GEMMA))
-    return {"model": str(tmp_path), "skip_tokenizer_init": True}
-
-
-def test_sliding_windows_beside_full_attention_and_what_they_exclude(gemma: dict[str, Any]) -> None:
-    create({}, **gemma)
-    with pytest.raises(ConfigError, match=r"hybrid KV cache manager; leave --disable-hybrid"):
-        create({}, disable_hybrid_kv_cache_manager=True, **gemma)
-    create({"check_integrity": True}, **gemma)
-    with pytest.raises(ConfigError, match=r"sliding windows and pipeline parallelism together"):
-        create({}, pipeline_parallel_size=2, **gemma)
-
-
-EVICTION = EvictionConfig(method="adakv-perturb")
-PAPERS = {"kv_eviction": {"method": "adakv-perturb"}}
-SHAPE: dict[str, Any] = {"eviction": EVICTION, "head_size": 64, "dtype": torch.float32}
-ONE = HeadwiseSpec(block_size=32, num_kv_heads=1, **SHAPE)
-TWO = HeadwiseSpec(block_size=32, num_kv_heads=2, **SHAPE)
-WINDOW = WindowSpec(block_size=32, num_kv_heads=1, sliding_window=64, **SHAPE)
-UNKNOWN = ChunkedLocalAttentionSpec(
-    block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32, attention_chunk_size=64
-)
-UNIFORM = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": ONE, "b": TWO})
-
-
-def test_layers_of_different_shapes_are_refused(gemma: dict[str, Any]) -> None:
-    full, sliding = create({}), create({}, **gemma)
-    refuse_mixed_groups(kv_cache_config(ONE), full)
-    refuse_mixed_groups(kv_cache_config(WINDOW, ONE, WINDOW), sliding)
-    for specs in ([UNIFORM], [ONE, ONE], [WINDOW], [ONE, UNIFORM], []):
-        with pytest.raises(ConfigError, match="full-attention layers of one shape in one KV cache"):
-            refuse_mixed_groups(kv_cache_config(*specs), full)
-    with pytest.raises(ConfigError, match=r"Spec of \d\d tokens.*serve this model without"):
-        refuse_mixed_groups(kv_cache_config(ONE, WINDOW, UNKNOWN), sliding)
-
-
-def test_layers_that_drop_nothing_may_have_blocks_of_another_size(gemma: dict[str, Any]) -> None:
-    other = replace(WINDOW, block_size=256)
-    refuse_mixed_groups(kv_cache_config(other, ONE), create({}, **gemma))
-
-
-HYBRIDS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "Lfm2ForCausalLM": (
-        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
-        ["conv", "full_attention"],
-    ),
-    "GraniteMoeHybridForCausalLM": (
-        {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
-        ["linear_attention", "full_attention"],
-    ),
-    "FalconH1ForCausalLM": ({"model_type": "falcon_h1"}, ["full_attention"] * 2),
-    "NemotronHForCausalLM": (
-        {"model_type": "nemotron_h", "hybrid_override_pattern": "M*"},
-        ["linear_attention", "full_attention"],
-    ),
-    "Qwen3NextForCausalLM": (
-        {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
-        ["linear_attention", "full_attention"],
-    ),
-}
-
-
-def hybrid(folder: Path, architecture: str) -> dict[str, Any]:
-    """A model that keeps states in one layer of two."""
-    config = {**HYBRIDS[architecture][0], "architectures": [architecture]}
-    (folder / "config.json").write_text(json.dumps(SMALL | config))
-    return {"model": str(folder), "skip_tokenizer_init": True}
-
-
-@pytest.mark.parametrize("architecture", HYBRIDS)
-def test_only_layers_with_full_attention_count_beside_states(
-    architecture: str, tmp_path: Path
-) -> None:
-    config = create({}, **hybrid(tmp_path, architecture))
-    kinds = HYBRIDS[architecture][1]
-    assert layer_types(config) == kinds
-    num_heads = SMALL["num_key_value_heads"]
-    assert report.block_entries(config) == 32 * num_heads * kinds.count("full_attention")
-    assert f"layer with full attention, {kinds.count('full_attention')} of 2 (window" in (
-        report.describe(config, EvictionConfig(method="adakv-perturb"))
-    )
-
-
-@pytest.mark.parametrize(
-    ("eviction", "settings", "reason"),
-    [
-        ({}, {"pipeline_parallel_size": 2}, "and pipeline parallelism together"),
-        ({}, {"prefix_match_unit": 16}, "--prefix-match-unit was not tried beside state-space"),
-        ({"prefill": "critiprefill"}, {}, "sparse prefill was not tried beside state-space"),
-        (
-            {},
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "speculative decoding was not tried beside state-space",
-        ),
-    ],
-)
-def test_what_states_beside_attention_exclude(
-    eviction: dict[str, Any], settings: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        create(eviction, **hybrid(tmp_path, "Lfm2ForCausalLM"), **settings)
-
-
-def test_states_of_kinds_that_were_not_tried_are_refused(tmp_path: Path) -> None:
-    config = create({}, **hybrid(tmp_path, "Lfm2ForCausalLM"))
-    state = StateSpec(block_size=32, shapes=((2, 64),), dtypes=(torch.float32,), eviction=EVICTION)
-    refuse_mixed_groups(kv_cache_config(state, ONE), config)
-    for kind, reason in ((Kind.MAMBA1, "the first Mamba's states"), (Kind.LINEAR, "lightning")):
-        with pytest.raises(ConfigError, match=rf"not tried beside layers with {reason}"):
-            refuse_mixed_groups(kv_cache_config(replace(state, mamba_type=kind), ONE), config)
-    with pytest.raises(ConfigError, match="disagree on which of them keep a state"):
-        refuse_mixed_groups(kv_cache_config(ONE), config)
-
-
-def test_nodes_that_do_not_plan_alike_are_refused() -> None:
-    mine, theirs = ONE.eviction, EvictionConfig(method="adakv-perturb", budget=100)
-    other = replace(ONE, eviction=theirs)
-    stock = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    assert HeadwiseSpec.merge([ONE, ONE]) == ONE
-    for stages in ([ONE, other], [other, ONE], [ONE, stock]):
-        with pytest.raises(ConfigError, match="different --kv-eviction"):
-            HeadwiseSpec.merge(stages)
-    refuse_other_options(kv_cache_config(ONE, WINDOW), mine)
-    for specs in ([other], [ONE, replace(WINDOW, eviction=theirs)]):
-        with pytest.raises(ConfigError, match="different --kv-eviction"):
-            refuse_other_options(kv_cache_config(*specs), mine)
-
-
-def test_loaded_layers_that_are_not_what_the_config_says_are_refused(gemma: dict[str, Any]) -> None:
-    for config, specs in ((create({}), (ONE, WINDOW)), (create({}, **gemma), (ONE,))):
-        with pytest.raises(ConfigError, match=r"layers disagree on which.*serve it without"):
-            refuse_mixed_groups(kv_cache_config(*specs), config)
-
-
-def test_layers_whose_window_is_switched_off_count_as_full(gemma: dict[str, Any]) -> None:
-    config = create({}, **gemma)
-    assert layer_types(config) == ["sliding_attention", "full_attention"]
-    off = create({"budget": 64}, **gemma | {"max_model_len": None}, disable_sliding_window=True)
-    assert layer_types(off) == ["full_attention"] * 2
-    assert report.block_entries(off) == 2 * report.block_entries(config)
-    refuse_mixed_groups(kv_cache_config(ONE), off)
+        refuse_unsupported(vllm_config, EVICTION)
 
 
 def test_model_runner_v2_is_refused_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,28 +272,6 @@ def test_model_runner_v2_is_refused_on_cpu(monkeypatch: pytest.MonkeyPatch) -> N
         create({})
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     create({})
-
-
-def kv_cache_config(*specs: Any) -> KVCacheConfig:
-    return KVCacheConfig(10, [], [KVCacheGroupSpec(["a", "b"], spec) for spec in specs])
-
-
-class CudaPlatform:
-    """vLLM's words for a machine with a GPU."""
-
-    device_type, device_name = "cuda", "cuda"
-
-    @staticmethod
-    def is_cpu() -> bool:
-        return False
-
-    @staticmethod
-    def is_cuda() -> bool:
-        return True
-
-    @staticmethod
-    def get_device_capability() -> DeviceCapability:
-        return DeviceCapability(9, 0)
 
 
 @pytest.fixture
@@ -606,14 +308,14 @@ def test_cuda_gets_its_worker_and_flash_attention_or_what_the_user_asked_for(
 
 
 def test_chunks_that_a_graph_would_hide_are_refused(on_cuda: VllmConfig) -> None:
-    eviction, scheduling = EvictionConfig(method="adakv-perturb"), on_cuda.scheduler_config
+    scheduling = on_cuda.scheduler_config
     scheduling.long_prefill_token_threshold = 2
-    refuse_unsupported(on_cuda, eviction)  # without graphs
+    refuse_unsupported(on_cuda, EVICTION)  # without graphs
     on_cuda.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     with pytest.raises(ConfigError, match=r"long_prefill_token_threshold = 2 .* set it to 3"):
-        refuse_unsupported(on_cuda, eviction)
+        refuse_unsupported(on_cuda, EVICTION)
     scheduling.long_prefill_token_threshold = 3
-    refuse_unsupported(on_cuda, eviction)
+    refuse_unsupported(on_cuda, EVICTION)
 
 
 def on_a_card(patch: pytest.MonkeyPatch, major: int, minor: int, fa_version: int) -> None:
@@ -687,7 +389,7 @@ def test_a_model_that_no_backend_takes_is_refused_with_their_reasons(
     triton = AttentionBackendEnum.TRITON_ATTN.get_class()
     monkeypatch.setattr(triton, "supports_dtype", lambda _: False)
     with pytest.raises(ConfigError, match=r"FLASH_ATTN \(.*\), TRITON_ATTN \(.*\); serve it"):
-        refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb"))
+        refuse_unsupported(on_cuda, EVICTION)
 
 
 class Drafter(SimpleNamespace):
@@ -712,7 +414,7 @@ def test_rounds_beside_drafts_that_the_host_counts_too_early_are_refused(
     on_cuda.speculative_config = Drafter(method=method)
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", is_v2)
     on_cuda.scheduler_config.async_scheduling = True
-    refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb"))
+    refuse_unsupported(on_cuda, EVICTION)
     with pytest.raises(ConfigError, match=r"decode_budget .*--no-async-scheduling"):
         refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb", decode_budget=512))
     on_cuda.scheduler_config.async_scheduling = False
@@ -733,7 +435,7 @@ def test_drafters_that_the_host_cannot_follow_are_refused(
 ) -> None:
     on_cuda.speculative_config = Drafter(**{"method": "mtp", **change})
     with pytest.raises(ConfigError, match=message):
-        refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb"))
+        refuse_unsupported(on_cuda, EVICTION)
 
 
 def test_the_start_says_what_no_card_has_run(
@@ -784,10 +486,10 @@ def test_the_start_says_what_no_card_has_run(
     ],
 )
 def test_settings_that_are_refused_on_cuda(change: Any, message: str, on_cuda: VllmConfig) -> None:
-    refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb"))
+    refuse_unsupported(on_cuda, EVICTION)
     change(on_cuda)
     with pytest.raises(ConfigError, match=message):
-        refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb"))
+        refuse_unsupported(on_cuda, EVICTION)
 
 
 def test_rounds_are_made_on_cuda(on_cuda: VllmConfig) -> None:
@@ -798,7 +500,7 @@ def test_other_platforms_are_refused(on_cuda: VllmConfig, monkeypatch: pytest.Mo
     monkeypatch.setattr(CudaPlatform, "is_cuda", lambda: False)
     monkeypatch.setattr(CudaPlatform, "device_name", "rocm")
     with pytest.raises(ConfigError, match=r"platform 'rocm' has no backend yet; accepted: 'cpu'"):
-        refuse_unsupported(on_cuda, EvictionConfig(method="adakv-perturb"))
+        refuse_unsupported(on_cuda, EVICTION)
 
 
 def test_every_problem_is_named_at_once() -> None:

@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from tests.engine.conftest import Answer, Engine, EngineFactory, preempting_all
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
-from vllm_kvselect.engine.scheduler.states import StateNames
+from vllm_kvselect.engine.states.names import StateNames
 from vllm_kvselect.planning.cuts import cuts
 
 pytestmark = pytest.mark.xdist_group("contexts")

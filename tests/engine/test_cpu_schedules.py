@@ -9,9 +9,9 @@ from vllm import _custom_ops as ops
 
 from vllm_kvselect.engine.cpu import schedules as cpu_schedules
 from vllm_kvselect.engine.cpu.schedules import TILE, Schedules
-from vllm_kvselect.engine.drop.page_tables import SettledRows
 from vllm_kvselect.engine.platforms import has_fp8_caches
-from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch
+from vllm_kvselect.engine.view.page_tables import SettledRows
+from vllm_kvselect.engine.view.sequences import Call, HeadwiseBatch
 from vllm_kvselect.paging.page_table import PageTable
 
 NUM_KV_HEADS, GROUP, HEAD_SIZE = 3, 2, 64

@@ -43,11 +43,11 @@ from vllm_kvselect.engine.cuda.flash_attention import HeadwiseFlashAttentionBack
 from vllm_kvselect.engine.cuda.tables import HeadwiseTables, buffer_bytes
 from vllm_kvselect.engine.cuda.triton_attention import HeadwiseTritonAttentionBackend
 from vllm_kvselect.engine.cuda.warm_up import warm_up
-from vllm_kvselect.engine.drop.page_tables import SettledRows
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.platforms import PLATFORMS
-from vllm_kvselect.engine.step.sequences import HeadwiseBatch
 from vllm_kvselect.engine.step.split import Split
+from vllm_kvselect.engine.view.page_tables import SettledRows
+from vllm_kvselect.engine.view.sequences import HeadwiseBatch
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.registry import METHODS
 

@@ -1,6 +1,5 @@
 """What the doctor finds where an installation lacks something: each finding, and what it stops."""
 
-import json
 import sys
 from itertools import takewhile
 from pathlib import Path
@@ -11,7 +10,8 @@ import vllm
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 
-from tests.engine.test_checks import MODELS, SMALL, CudaPlatform, create
+from tests.engine.configurations import CudaPlatform, create, written
+from tests.engine.test_models import MODELS
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine import platforms, sources
 from vllm_kvselect.engine.doctor import Finding, examine
@@ -83,8 +83,7 @@ def test_without_vllm_nothing_more_is_tried(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_refused_as_a_server_refuses_it(name: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | MODELS[name][0]))
-    settings = {"model": str(tmp_path), "max_model_len": None, "skip_tokenizer_init": True}
+    settings = {**written(tmp_path, **MODELS[name][0]), "max_model_len": None}
     with pytest.raises(ConfigError) as refused:
         create({}, **settings)
     findings = found(str(tmp_path))

@@ -1,6 +1,7 @@
 """Every invariant is missed when it is broken, and only those who broke it are stopped."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,6 +212,8 @@ def test_every_invariant_is_tested() -> None:
     damaged = set().union(*(invariants for _, invariants, _ in DAMAGE.values()))
     # "beside" by tests/engine/test_block_manager.py.
     assert damaged | {"plan", "bounded", "loads", "beside", "written"} == {*INVARIANTS}
+    page = Path(__file__).parents[2].joinpath("docs", "invariants.md").read_text(encoding="utf-8")
+    assert [name for name in INVARIANTS if f"| `{name}` |" not in page] == []
 
 
 def test_a_context_that_is_found_before_it_is_read_is_named_and_found_no_more() -> None:

@@ -12,12 +12,12 @@ import torch
 from tests.engine.simulated_server import IntegrityError, LostError, Server, Settings
 from tests.engine.tagged_rows import WrongEntryError
 from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
-from vllm_kvselect.engine.scheduler import loads as scheduler_loads
-from vllm_kvselect.engine.scheduler import stored_names
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
-from vllm_kvselect.engine.scheduler.loads import ContextLoads
-from vllm_kvselect.engine.step.contexts import StoredContexts
-from vllm_kvselect.engine.store.transfers import Transfers
+from vllm_kvselect.engine.states import loads as scheduler_loads
+from vllm_kvselect.engine.states import stored_names
+from vllm_kvselect.engine.states.loads import ContextLoads
+from vllm_kvselect.engine.states.worker_contexts import StoredContexts
+from vllm_kvselect.engine.states.worker_files import Transfers
 from vllm_kvselect.store.file import Stored
 
 NUM_SERVERS, NUM_ACTIONS = 20, 120

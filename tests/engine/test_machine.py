@@ -11,7 +11,7 @@ from tests.engine.simulated_server import EVICTION, IntegrityError, LostError, S
 from tests.engine.tagged_rows import WrongEntryError
 from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
-from vllm_kvselect.engine.scheduler.states import StateNames
+from vllm_kvselect.engine.states.names import StateNames
 from vllm_kvselect.request import REQUEST_KEYS
 
 NUM_STEPS = 10_000

@@ -31,22 +31,23 @@ from vllm_kvselect.config import OVERRIDE_NAMES, EvictionConfig
 from vllm_kvselect.engine.drop import request as step_request
 from vllm_kvselect.engine.drop.columns import Columns
 from vllm_kvselect.engine.drop.drop import Drop
-from vllm_kvselect.engine.drop.page_tables import SettledRows
 from vllm_kvselect.engine.drop.request import LiveRequests, Request
 from vllm_kvselect.engine.drop.state import RetentionState
-from vllm_kvselect.engine.scheduler import block_manager, states
+from vllm_kvselect.engine.scheduler import block_manager
 from vllm_kvselect.engine.scheduler.block_manager import (
     HeadwiseManager,
     PlannedManager,
     StateManager,
 )
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
-from vllm_kvselect.engine.scheduler.salted_hashes import salted
-from vllm_kvselect.engine.scheduler.states import StateNames
-from vllm_kvselect.engine.step import sparse as step_sparse
+from vllm_kvselect.engine.sparse import worker_segments
+from vllm_kvselect.engine.states import names as state_names
+from vllm_kvselect.engine.states.names import StateNames
+from vllm_kvselect.engine.states.salted_hashes import salted
 from vllm_kvselect.engine.step import split as step_split
-from vllm_kvselect.engine.step.rows import Rows
-from vllm_kvselect.engine.step.sequences import HeadwiseBatch
+from vllm_kvselect.engine.view.page_tables import SettledRows
+from vllm_kvselect.engine.view.rows import Rows
+from vllm_kvselect.engine.view.sequences import HeadwiseBatch
 from vllm_kvselect.planning import cuts as plan_cuts
 from vllm_kvselect.planning import plan as plan_module
 from vllm_kvselect.planning.cuts import Cut, Cuts
@@ -149,7 +150,7 @@ def end_at_segments_alone(self: CutScheduler, request: Any, num_computed: int, n
     return num_new if segments is None else max(0, segments.last_border(end) - num_computed)
 
 
-def let_chunks_run_past_prompts(patch: pytest.MonkeyPatch) -> None:
+def end_chunks_at_segments_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CutScheduler, "_reserve_prefill_lookahead", end_at_segments_alone)
 
 
@@ -262,17 +263,17 @@ def name_states_by_their_places_alone(patch: pytest.MonkeyPatch) -> None:
     def salts(eviction: EvictionConfig, cuts: Cuts, hash_size: int) -> tuple[Any, ...]:
         return tuple((cut.position // hash_size, bytes(cut.position)) for cut in cuts)
 
-    patch.setattr(states, "_salts", salts)
+    patch.setattr(state_names, "_salts", salts)
 
 
 def name_states_without_their_budgets(patch: pytest.MonkeyPatch) -> None:
-    of_all = states.settings_of_the_choice
+    of_all = state_names.settings_of_the_choice
 
     def salts(eviction: EvictionConfig, cuts: Cuts, hash_size: int) -> tuple[Any, ...]:
         salt = of_all(eviction, "budget", "least").encode()
         return tuple((cut.position // hash_size, salt) for cut in cuts)
 
-    patch.setattr(states, "_salts", salts)
+    patch.setattr(state_names, "_salts", salts)
 
 
 def name_blocks_behind_a_cut_by_their_places(patch: pytest.MonkeyPatch) -> None:
@@ -466,8 +467,8 @@ def choose_blocks_of_the_segment_itself(patch: pytest.MonkeyPatch) -> None:
     def critical(current: torch.Tensor, num_before: torch.Tensor, count: int) -> ChosenBlocks:
         return most_critical(current.flip(-1), num_before + 1, count)
 
-    most_critical = step_sparse.most_critical
-    patch.setattr(step_sparse, "most_critical", critical)
+    most_critical = worker_segments.most_critical
+    patch.setattr(worker_segments, "most_critical", critical)
 
 
 def free_a_block_that_a_page_needs(patch: pytest.MonkeyPatch) -> None:
@@ -496,7 +497,7 @@ def score_new_entries_as_other_tokens(patch: pytest.MonkeyPatch) -> None:
         found = hold(self)
         if found.numbers is None:
             return found
-        return replace(found, positions=[each + self._block_size for each in found.positions])
+        return replace(found, positions=[each + self._page_size for each in found.positions])
 
     hold = Drop._held
     patch.setattr(Drop, "_held", held)
@@ -534,7 +535,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "hashes of what was computed from less": hash_what_was_computed_from_less,
     "a context's cut left out": leave_contexts_that_one_token_follows,
     "a chunk past its cuts": let_chunks_run_past_cuts,
-    "a chunk that ends at segments alone": let_chunks_run_past_prompts,
+    "a chunk that ends at segments alone": end_chunks_at_segments_alone,
     "the latest interval competes": compete_with_the_latest_interval,
     "the offsets of the cut before": keep_the_offsets_of_the_cut_before,
     "freed blocks read once more": read_freed_blocks_once_more,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_kvselect.config import ConfigError
-from vllm_kvselect.engine.drop.memory import all_layers, refuse_scattered_layers
+from vllm_kvselect.engine.view.memory import all_layers, refuse_scattered_layers
 
 NUM_BLOCKS, NUM_KV_HEADS = 12, 3
 

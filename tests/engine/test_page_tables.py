@@ -5,9 +5,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from vllm_kvselect.engine.drop import page_tables
-from vllm_kvselect.engine.drop.page_tables import PageTables, SettledRows
 from vllm_kvselect.engine.drop.state import RetentionState
+from vllm_kvselect.engine.view import page_tables
+from vllm_kvselect.engine.view.page_tables import PageTables, SettledRows
 
 BLOCK_SIZE, NUM_LAYERS, NUM_KV_HEADS = 4, 2, 3
 TAIL_START = 6

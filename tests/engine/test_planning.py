@@ -18,9 +18,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
-from vllm_kvselect.engine.drop.memory import all_layers, refuse_scattered_layers
 from vllm_kvselect.engine.models import refuse_mixed_groups
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, WindowSpec, with_eviction
+from vllm_kvselect.engine.view.memory import all_layers, refuse_scattered_layers
 from vllm_kvselect.tiny_model import tiny_model
 
 BLOCK_SIZE, NUM_LAYERS = 32, 4

@@ -195,7 +195,7 @@ def test_two_nodes_answer_and_retain_what_two_ranks_of_one_node_do(
     assert on_two.metrics == on_one.metrics
 
 
-@pytest.mark.load  # `test_checks` compares specs each time
+@pytest.mark.load  # `test_models` compares specs each time
 @pytest.mark.parametrize(
     ("kind", "error"),
     [

@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 
 from tests.strategies import many
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.scheduler.sparse_names import sparse_names
+from vllm_kvselect.engine.sparse.names import sparse_names
 from vllm_kvselect.planning.cuts import Cuts
 from vllm_kvselect.planning.segments import sparse_segments
 

@@ -16,7 +16,7 @@ from tests.engine.random_models import (
     random_llama,
     random_prompts,
 )
-from vllm_kvselect.engine.step import sparse
+from vllm_kvselect.engine.sparse import worker_segments
 
 pytestmark = pytest.mark.xdist_group("sparse_prefill")
 SPARSE = {
@@ -106,8 +106,10 @@ def test_segments_that_read_everything_give_stocks_tokens(
         stock = answers_of(engine)
     with start(ALONE, 90) as engine:
         some = answers_of(engine)
-        chosen = sparse.most_critical
-        monkeypatch.setattr(sparse, "most_critical", lambda c, before, _: chosen(c, before, 10**6))
+        chosen = worker_segments.most_critical
+        monkeypatch.setattr(
+            worker_segments, "most_critical", lambda c, before, _: chosen(c, before, 10**6)
+        )
         engine.scheduler.reset_prefix_cache()
         every = answers_of(engine)
     assert every == stock

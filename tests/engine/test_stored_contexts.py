@@ -13,7 +13,7 @@ from tests.engine.conftest import Answer, Engine, EngineFactory, _engine
 from tests.engine.random_models import random_prompts
 from vllm_kvselect.engine.platforms import has_fp8_caches
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
-from vllm_kvselect.engine.scheduler.loads import ContextLoads
+from vllm_kvselect.engine.states.loads import ContextLoads
 from vllm_kvselect.store.folder import Folder
 
 CONTEXT, NUM_BLOCKS = 700, 120

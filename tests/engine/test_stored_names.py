@@ -9,8 +9,8 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.scheduler.stored_names import adapter_digest, stored_name
-from vllm_kvselect.engine.store.identity import StoreIdentity
+from vllm_kvselect.engine.states.identity import StoreIdentity
+from vllm_kvselect.engine.states.stored_names import adapter_digest, stored_name
 from vllm_kvselect.planning.plan import plan
 
 SERVER = EvictionConfig(

@@ -12,8 +12,8 @@ import torch
 
 from tests.store.contexts import BLOCKS, HEADS, LAYERS, SIZE, WIDTH, context, place_of
 from vllm_kvselect.engine.notice import Load
-from vllm_kvselect.engine.store import transfers as module
-from vllm_kvselect.engine.store.transfers import Arrived, Shape, Transfers
+from vllm_kvselect.engine.states import worker_files as module
+from vllm_kvselect.engine.states.worker_files import Arrived, Shape, Transfers
 from vllm_kvselect.store.file import Stored
 from vllm_kvselect.store.folder import Folder
 

@@ -166,10 +166,6 @@ def refuse_other_options(kv_cache_config: KVCacheConfig, eviction: EvictionConfi
 
     They are started from one command line, unless there are several nodes.
 
-    Args:
-        kv_cache_config: How vLLM grouped the layers, with the scheduler's configuration.
-        eviction: This worker's.
-
     Raises:
         ConfigError: If the two differ.
     """
@@ -185,10 +181,6 @@ def refuse_mixed_groups(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig)
     of different shapes a manager of its own, which would free nothing and hash blocks that the
     workers overwrite. Layers with a sliding window or a state may have groups beside, with blocks
     of any size, where the model's config says so: what they exclude was checked there.
-
-    Args:
-        kv_cache_config: How vLLM grouped the layers.
-        vllm_config: vLLM's configuration.
 
     Raises:
         ConfigError: If full-attention layers are in several groups, a group is not ours, or config

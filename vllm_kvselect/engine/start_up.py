@@ -73,12 +73,7 @@ def is_length_open(vllm_config: VllmConfig) -> bool:
 
 
 def log_retained(vllm_config: VllmConfig, eviction: EvictionConfig) -> None:
-    """Logs what is retained, and warns where that is nothing or the data type is a slow one.
-
-    Args:
-        vllm_config: vLLM's finished configuration.
-        eviction: The validated configuration.
-    """
+    """Logs what is retained, and warns where that is nothing or the data type is a slow one."""
     if useless := why_nothing_is_dropped(vllm_config, eviction):
         logger.warning("%s", useless)
     else:

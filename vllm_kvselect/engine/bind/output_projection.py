@@ -42,11 +42,6 @@ def find_output_projections(
     Not seen: a module that cannot be called and whose gate has another name, and what is done to
     the output behind the projection.
 
-    Args:
-        model: A loaded model.
-        dtype: Its activation dtype.
-        device: Where it is.
-
     Returns:
         Output projections by the attention layer's name.
 

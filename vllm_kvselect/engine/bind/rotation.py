@@ -32,11 +32,6 @@ def find_rotations(
     Where positions have several parts (M-RoPE), they are given as vLLM gives those of text: all
     parts alike. Requests with anything else are refused (`frontend/requests.py`).
 
-    Args:
-        model: A loaded model.
-        model_config: vLLM's configuration of it.
-        device: Where it is.
-
     Returns:
         By the attention layer's name; None for layers that do not rotate. Tables are the model's
         own memory.

@@ -70,12 +70,7 @@ def standing_in(
 
 @contextmanager
 def in_place_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replaces what a module computes for a while.
-
-    Args:
-        module: The module.
-        forward: Called instead, with its arguments.
-    """
+    """Replaces what a module computes for a while."""
     own = vars(module).get("forward")
     module.forward = forward
     try:

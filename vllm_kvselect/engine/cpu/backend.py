@@ -13,12 +13,12 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_kvselect.engine.cpu.pages import PageCodec, one_head_view
 from vllm_kvselect.engine.cpu.schedules import Schedules
-from vllm_kvselect.engine.drop.memory import all_layers
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
 from vllm_kvselect.engine.step.layer import HeadwiseImpl, refuse_layer
-from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
+from vllm_kvselect.engine.view.memory import all_layers
+from vllm_kvselect.engine.view.sequences import Call, HeadwiseBatch, OneHeadBatch
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.page_table import PageTable
 
@@ -43,7 +43,7 @@ class HeadwiseCPUAttentionBackend(CPUAttentionBackend):
 
 
 class HeadwiseCPUMetadataBuilder(HeadwiseBuilder, CPUAttentionMetadataBuilder):
-    """Builds vLLM's metadata, split where prompts end. Stock until `start` is called."""
+    """Builds vLLM's metadata, split where requests read what is retained. Stock until `start`."""
 
     def _start_layers(
         self, layers: list[tuple[int, Any]], state: RetentionState, kernels: Kernels
@@ -66,8 +66,7 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         if self.sliding_window != -1:  # drops nothing, stays vLLM's
             return
         refuse_layer(
-            ALiBi=self.alibi_slopes is not None,
-            a_logits_soft_cap=self.logits_soft_cap != 0,
+            ALiBi=self.alibi_slopes is not None, a_logits_soft_cap=self.logits_soft_cap != 0
         )
 
     def start(
@@ -121,7 +120,7 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         if batch.table is not None:
             return batch.by_layer[layer]
         only = slice(layer, layer + 1)
-        table = batch.rows.page_table(self._state, self._codec.block_size, only)
+        table = batch.rows.page_table(self._state, self._codec.page_size, only)
         return PageTable(table.pages[0], table.seq_lens[0])
 
     def _attend(

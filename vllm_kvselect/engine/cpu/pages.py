@@ -29,14 +29,14 @@ def one_head_view(kv_cache: torch.Tensor) -> torch.Tensor:
     """Views the cache of a layer as a paged cache with a single KV head.
 
     Args:
-        kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, layout LBHNC.
+        kv_cache: `[num_blocks, num_kv_heads, page_size, 2 * head_size]`, layout LBHNC.
 
     Returns:
-        `[num_blocks * num_kv_heads, 1, 2 * block_size, head_size]`, the same memory; the first half
+        `[num_blocks * num_kv_heads, 1, 2 * page_size, head_size]`, the same memory; the first half
         of dimension 2 is the page's keys, the second its values.
     """
-    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
-    return kv_cache.view(num_blocks * num_kv_heads, 1, 2 * block_size, -1)
+    num_blocks, num_kv_heads, page_size, _ = kv_cache.shape
+    return kv_cache.view(num_blocks * num_kv_heads, 1, 2 * page_size, -1)
 
 
 def write_entries(
@@ -50,10 +50,10 @@ def write_entries(
     """Writes entries into slots of the one-head view as vLLM does, with scales of 1.
 
     Args:
-        kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, of a layer or of all.
+        kv_cache: `[num_blocks, num_kv_heads, page_size, 2 * head_size]`, of a layer or of all.
         key: `[num_entries, head_size]`.
         value: `[num_entries, head_size]`.
-        slots: `page * block_size + offset`, `[num_entries]` int64.
+        slots: `page * page_size + offset`, `[num_entries]` int64.
         isa: The kernel's instruction set, as the layer uses it.
         cache_dtype: The layer's `--kv-cache-dtype`.
     """
@@ -67,7 +67,7 @@ class PageCodec:
     Args:
         isa: The kernel's instruction set.
         dtype: Data type of the model, and of the cache unless that is quantised.
-        block_size: Entries per page.
+        page_size: Entries per page.
         head_size: Elements per key and per value.
         kernels: What computes the parts of a choice.
         cache_dtype: The layers' `--kv-cache-dtype`.
@@ -77,15 +77,15 @@ class PageCodec:
         self,
         isa: str,
         dtype: torch.dtype,
-        block_size: int,
+        page_size: int,
         head_size: int,
         kernels: Kernels = REFERENCES,
         cache_dtype: str = "auto",
     ) -> None:
-        self.block_size, self.head_size = block_size, head_size
+        self.page_size, self.head_size = page_size, head_size
         self._dtype, self._kernels = dtype, kernels
         self._quantized = _QUANTIZED.get(cache_dtype)
-        learned = _learn_places(isa, dtype, block_size, head_size, cache_dtype)
+        learned = _learn_places(isa, dtype, page_size, head_size, cache_dtype)
         itemsize = (self._quantized or dtype).itemsize
         self._keys, self._values = (_Places.of(places, itemsize) for places in learned)
 
@@ -109,12 +109,12 @@ class PageCodec:
         """Reads the keys of whole pages in token order.
 
         Args:
-            kv_cache: A layer's cache, `[num_blocks, num_kv_heads, block_size, 2 * head_size]`.
+            kv_cache: A layer's cache, `[num_blocks, num_kv_heads, page_size, 2 * head_size]`.
             pages: Page ids of each head in token order, `[num_kv_heads, n]` int64.
             numbers: What its bytes stand for; None for its own dtype.
 
         Returns:
-            `[num_kv_heads, n * block_size, head_size]`.
+            `[num_kv_heads, n * page_size, head_size]`.
         """
         return self._read(kv_cache, pages, self._keys, numbers)
 
@@ -133,7 +133,7 @@ class PageCodec:
         packed_blocks: torch.Tensor,
     ) -> None:
         """`compaction.move_retained` in pages whose order is that of the kernel."""
-        size = self.block_size
+        size = self.page_size
         sources = retained_slots(pages, retained, num_competing, size)
         targets = packed_slots(packed_blocks, memory.shape[1], size)
         at_once = [
@@ -196,14 +196,14 @@ class _Places(NamedTuple):
 
 
 def _learn_places(
-    isa: str, dtype: torch.dtype, block_size: int, head_size: int, cache_dtype: str
+    isa: str, dtype: torch.dtype, page_size: int, head_size: int, cache_dtype: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Index in a flat page of every element of its keys and of its values.
 
     Returns:
-        Two `[block_size * head_size]` int32, in token order.
+        Two `[page_size * head_size]` int32, in token order.
     """
-    num_elements = block_size * head_size
+    num_elements = page_size * head_size
     codes = torch.arange(num_elements)
     found = torch.zeros(2 * num_elements, dtype=torch.int64)
     # Codes go in by digits: every integer up to 256 is exact in bfloat16, up to 8 in either fp8.
@@ -211,12 +211,12 @@ def _learn_places(
     num_bits = 8 if quantized is None else 3
     for shift in range(0, (2 * num_elements).bit_length(), num_bits):
         stored = dtype if quantized is None else torch.uint8
-        page = torch.zeros(1, 1, block_size, 2 * head_size, dtype=stored)
+        page = torch.zeros(1, 1, page_size, 2 * head_size, dtype=stored)
         key, value = (
-            ((part >> shift) % 2**num_bits).to(dtype).view(block_size, head_size)
+            ((part >> shift) % 2**num_bits).to(dtype).view(page_size, head_size)
             for part in (codes, codes + num_elements)
         )
-        write_entries(page, key, value, torch.arange(block_size), isa, cache_dtype)
+        write_entries(page, key, value, torch.arange(page_size), isa, cache_dtype)
         found += page.flatten().view(quantized or dtype).to(torch.int64) << shift
     key, value = torch.argsort(found).to(torch.int32).view(2, num_elements)
     return key, value

@@ -6,7 +6,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm import envs
 
-from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
+from vllm_kvselect.engine.view.sequences import Call, HeadwiseBatch, OneHeadBatch
 
 TILE = 16
 """Tokens of the smallest tile of any instruction set; other tiles are twice as large."""
@@ -34,16 +34,13 @@ class Schedules:
     def of(
         self, layer_index: int, batch: OneHeadBatch, call: Call, query: torch.Tensor
     ) -> torch.Tensor:
-        """The plan of a call.
+        """The plan of a call, which the kernel takes as `scheduler_metadata`.
 
         Args:
             layer_index: The layer's place in the group.
             batch: The step's batch.
             call: A call of it in that layer.
             query: The call's queries, `[num_queries, group, head_size]`.
-
-        Returns:
-            What the kernel takes as `scheduler_metadata`.
         """
         seq_lens = call.table.seq_lens
         if not _is_settled(batch) or batch.max_query_len > 1:

@@ -45,15 +45,6 @@ class EvictionCPUWorker(EvictionWorker, CPUWorker):
         logger.info("KV eviction selects with compiled kernels: %s", tier)
         return kernels
 
-    def determine_available_memory(self) -> int:
-        """vLLM's, less what is kept beside each entry for later cuts.
-
-        A size that the user gave is left as it is.
-        """
-        is_given = self.cache_config.kv_cache_memory_bytes is not None
-        available: int = super().determine_available_memory()
-        return available if is_given else available - self._bytes_of_numbers(available)
-
     def _page_layout(self) -> str:
         instructions = torch.backends.cpu.get_cpu_capability()
         return f"{platform.machine()} {instructions} amx {torch.cpu._is_amx_tile_supported()}"

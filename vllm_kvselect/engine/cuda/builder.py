@@ -22,13 +22,13 @@ from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.cuda.graph_queries import GraphQueries
 from vllm_kvselect.engine.cuda.tables import HeadwiseTables
-from vllm_kvselect.engine.drop.page_tables import SettledRows
 from vllm_kvselect.engine.drop.request import Request, RequestsOf
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
 from vllm_kvselect.engine.step.drafting import DraftSplitter
 from vllm_kvselect.engine.step.split import Decodes, Seen, Sees, Split, Splitter
+from vllm_kvselect.engine.view.page_tables import SettledRows
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.page_table import PageTable
 
@@ -78,7 +78,8 @@ class DeviceSplitter(Splitter):
         """The tokens of rows whose queries the next cuts of their requests look through."""
         if not (self._seq_lens(common).numpy() > decodes.seen_from).any():
             return None
-        return self._seen(self._rows(common, self._requests_of(common)))
+        requests = self._requests_of(common)
+        return self._seen(self._rows(common, requests), requests)
 
     def _seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
         # The lengths themselves: only drafters that run ahead of the host, which are refused, make

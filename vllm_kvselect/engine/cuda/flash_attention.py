@@ -18,7 +18,7 @@ from vllm_kvselect.engine.cuda.backends import refuse_large_view
 from vllm_kvselect.engine.cuda.builder import CudaBackend, CudaMetadataBuilder
 from vllm_kvselect.engine.cuda.layer import CudaImpl
 from vllm_kvselect.engine.step.layer import refuse_layer
-from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
+from vllm_kvselect.engine.view.sequences import Call, HeadwiseBatch, OneHeadBatch
 
 _ENOUGH_QUERIES = 512
 """Of a sequence, those of all its heads counted: it is not split."""

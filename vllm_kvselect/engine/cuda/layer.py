@@ -11,10 +11,10 @@ from vllm.v1.attention.backend import AttentionLayer, AttentionType
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.cuda.tables import HeadwiseTables
 from vllm_kvselect.engine.cuda.xformers_attention import SplitKAttention
-from vllm_kvselect.engine.drop.memory import all_layers
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.step.layer import HeadwiseImpl, refuse_layer
-from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
+from vllm_kvselect.engine.view.memory import all_layers
+from vllm_kvselect.engine.view.sequences import Call, HeadwiseBatch, OneHeadBatch
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.page_table import PageTable
 

@@ -4,10 +4,10 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvselect.engine.drop.page_tables import SettledRows
 from vllm_kvselect.engine.drop.state import RetentionState
-from vllm_kvselect.engine.step.sequences import HeadwiseBatch
 from vllm_kvselect.engine.step.split import Decodes
+from vllm_kvselect.engine.view.page_tables import SettledRows
+from vllm_kvselect.engine.view.sequences import HeadwiseBatch
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.order import Orders
 from vllm_kvselect.paging.page_table import PageTable

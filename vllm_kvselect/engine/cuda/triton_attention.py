@@ -15,8 +15,8 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm_kvselect.engine.cuda.builder import CudaBackend, CudaMetadataBuilder
 from vllm_kvselect.engine.cuda.layer import CudaImpl
 from vllm_kvselect.engine.drop.state import RetentionState
-from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
 from vllm_kvselect.engine.step.split import Split
+from vllm_kvselect.engine.view.sequences import Call, HeadwiseBatch, OneHeadBatch
 from vllm_kvselect.kernels.base import Kernels
 
 

@@ -42,20 +42,6 @@ class EvictionGPUWorker(EvictionWorker, Worker):
         for impl, projection in zip(impls, laid, strict=True):
             impl.output_projection = projection
 
-    def determine_available_memory(self) -> int:
-        """vLLM's, less what page tables and selection take beside the KV cache.
-
-        A size that the user gave is left as it is.
-        """
-        # Asked before: a start-up plan of vLLM's (VLLM_ENABLE_STARTUP_PLAN) puts its own there.
-        is_given = self.cache_config.kv_cache_memory_bytes is not None
-        available: int = super().determine_available_memory()
-        if is_given:
-            return available
-        reserved = self._reserved_bytes(available)
-        logger.info("KV eviction keeps %.2f GiB of the KV cache's memory", reserved / 2**30)
-        return available - reserved
-
     @notes_refusals
     def compile_or_warm_up_model(self) -> Any:
         """Launches every kernel once before graphs are captured, then as vLLM."""
@@ -97,7 +83,9 @@ class EvictionGPUWorker(EvictionWorker, Worker):
         group = model.get_num_attention_heads(self.vllm_config.parallel_config) // spec.num_kv_heads
         sizes = (num_layers, model.max_model_len, group, self._eviction.window, model.dtype)
         choice = choice_bytes(self._methods(), spec, *sizes, scheduler.max_num_seqs)
-        return tables + state + choice + self._bytes_of_queries(available, spec, num_layers)
+        reserved = tables + state + choice + self._bytes_of_queries(available, spec, num_layers)
+        logger.info("KV eviction keeps %.2f GiB of the KV cache's memory", reserved / 2**30)
+        return reserved
 
     def _bytes_of_queries(self, available: int, spec: HeadwiseSpec, num_layers: int) -> int:
         """Bytes of the queries that rounds look through, and of the sums that they add up.

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvselect.engine.drop.page_tables import SettledRows
 from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.engine.drop.state import RetentionState
+from vllm_kvselect.engine.view.page_tables import SettledRows
 from vllm_kvselect.paging.compaction import head_pages
 
 
@@ -46,37 +46,31 @@ class Columns:
         return request.last_cut is None and request.plan.num_in_prompt == 1
 
     @staticmethod
-    def num_own(request: Request, block_size: int) -> int:
+    def num_own(request: Request, page_size: int) -> int:
         """Columns that compete at a request's next cut."""
         cut, last, run = request.next_cut, request.last_cut, request.progress.longest_run
         assert cut is not None
         num_run = 0 if run is None else int(run)
-        return block_size * (cut.tail_start - (last.tail_start if last else 0) + num_run)
+        return page_size * (cut.tail_start - (last.tail_start if last else 0) + num_run)
 
     @classmethod
-    def of(cls, requests: Sequence[Request], block_size: int, state: RetentionState) -> "Columns":
-        """What requests hold, which are all even or all not. Nothing here waits for a device.
-
-        Args:
-            requests: The requests, whose next cuts are due.
-            block_size: Tokens per block.
-            state: State of the group's layers.
-        """
-        own = [cls.num_own(request, block_size) for request in requests]
+    def of(cls, requests: Sequence[Request], page_size: int, state: RetentionState) -> "Columns":
+        """What requests hold, which are all even or all not. Nothing here waits for a device."""
+        own = [cls.num_own(request, page_size) for request in requests]
         num_competing = max(own)
         missing = [num_competing - each for each in own]
         cuts = [request.next_cut for request in requests if request.next_cut is not None]
-        behind = [cut.position - cut.tail_start * block_size for cut in cuts]
+        behind = [cut.position - cut.tail_start * page_size for cut in cuts]
         blocks = [
-            request.progress.swap.given_back[: -(-cut.position // block_size)]
+            request.progress.swap.given_back[: -(-cut.position // page_size)]
             for request, cut in zip(requests, cuts, strict=True)
         ]
         sizes = num_competing, missing
         if all(map(cls.are_even, requests)):
-            width = num_competing // block_size + -(-max(behind) // block_size)
+            width = num_competing // page_size + -(-max(behind) // page_size)
             table = np.zeros((len(requests), width), np.int64)
             for row, ids, none in zip(table, blocks, missing, strict=True):
-                row[none // block_size :][: len(ids)] = ids
+                row[none // page_size :][: len(ids)] = ids
             table = async_tensor_h2d(table, state.offsets.device)
             num_blocks, num_layers, _ = state.offsets.shape
             layers = torch.arange(num_layers, device=table.device)[:, None]
@@ -86,12 +80,12 @@ class Columns:
             num_absent = absent[:, None, None].expand(pages.shape[:3])
             return cls(pages, num_absent, *sizes, missing, behind, True)
         packed = [
-            none + block_size * (0 if run is None else int(run))
+            none + page_size * (0 if run is None else int(run))
             for none, run in zip(
                 missing, (request.progress.longest_run for request in requests), strict=True
             )
         ]
-        pages, num_absent = _uneven(requests, blocks, num_competing, max(behind), block_size, state)
+        pages, num_absent = _uneven(requests, blocks, num_competing, max(behind), page_size, state)
         return cls(pages, num_absent, *sizes, packed, behind, False)
 
 
@@ -100,7 +94,7 @@ def _uneven(
     blocks: Sequence[Sequence[int]],
     num_competing: int,
     most_behind: int,
-    block_size: int,
+    page_size: int,
     state: RetentionState,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pages and absent columns of requests that hold packed entries and what came after them."""
@@ -117,15 +111,15 @@ def _uneven(
         table[index, : len(ids)] = ids
     seq_len, first, tail, key, num_behind = async_tensor_h2d(integers, device)
     rows = SettledRows(async_tensor_h2d(table, device), seq_len, first, tail, key.to(torch.int64))
-    num_columns = num_competing // block_size
-    width = num_columns + -(-most_behind // block_size)
-    pages, lengths = rows.page_table(state, block_size, width=width)
+    num_columns = num_competing // page_size
+    width = num_columns + -(-most_behind // page_size)
+    pages, lengths = rows.page_table(state, page_size, width=width)
     # [num_layers, num_requests * num_kv_heads] -> [num_requests, num_layers, num_kv_heads]
     by_request = len(state.offsets[0]), len(requests), state.num_kv_heads
     lengths = lengths.to(torch.int64).view(by_request).transpose(0, 1)
     pages = pages.to(torch.int64).view(*by_request, width).transpose(0, 1)
-    num_pages = -(-lengths // block_size) - num_behind.to(torch.int64)[:, None, None]
+    num_pages = -(-lengths // page_size) - num_behind.to(torch.int64)[:, None, None]
     num_missing = num_columns - num_pages
     columns = torch.arange(width, device=device) - num_missing[..., None]
     aligned = pages.gather(3, columns.clamp_(min=0))
-    return aligned, num_missing * block_size
+    return aligned, num_missing * page_size

@@ -39,7 +39,7 @@ class DropLayer(HeldLayer, Protocol):
 
     @property
     def memory(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Pages of all layers as kernels read them, `[num_pages, block_size, 2 * head_size]`.
+        """Pages of all layers as kernels read them, `[num_pages, page_size, 2 * head_size]`.
 
         Beside them, what their bytes stand for in this layer, `[2, 256]`, or None. None where no
         kernel reads them.
@@ -65,7 +65,7 @@ class Drop:
         requests: The requests, with equal settings.
         layers: The layers of the group that choose, in order.
         state: State of the group's layers.
-        block_size: Tokens per block.
+        page_size: Entries per page.
         make_paged: Gives the memory for kernels that read through pages; None where none do.
     """
 
@@ -74,13 +74,13 @@ class Drop:
         requests: Sequence[Request],
         layers: Sequence[DropLayer],
         state: RetentionState,
-        block_size: int,
+        page_size: int,
         make_paged: Callable[[], Paged] | None = None,
     ) -> None:
         self.requests, self.settings = requests, requests[0].plan.settings
         self.cuts = [each.next_cut for each in requests if each.next_cut is not None]
-        self.columns = Columns.of(requests, block_size, state)
-        self._layers, self._state, self._block_size = layers, state, block_size
+        self.columns = Columns.of(requests, page_size, state)
+        self._layers, self._state, self._page_size = layers, state, page_size
         self._is_pooled = requests[0].method.pooled
         self._make_paged = make_paged
 
@@ -117,7 +117,7 @@ class Drop:
 
     def retention(self, held: Held | None, candidates: Candidates) -> Retention:
         """What is retained of it."""
-        sizes = Sizes([cut.num_packed for cut in self.cuts], self._block_size)
+        sizes = Sizes([cut.num_packed for cut in self.cuts], self._page_size)
         return choose(held, candidates, sizes, self.settings, self._layers[0].kernels)
 
     @property
@@ -132,10 +132,10 @@ class Drop:
         if self.requests[0].method.scorer.keeps_scores:
             fresh = columns.num_packed
             made = [request.last_cut for request in self.requests]
-            positions = [cut.tail_start * self._block_size if cut else 0 for cut in made]
+            positions = [cut.tail_start * self._page_size if cut else 0 for cut in made]
             if any(made):
                 assert self._state.numbers is not None
-                num_pages = columns.num_competing // self._block_size
+                num_pages = columns.num_competing // self._page_size
                 pages = columns.pages[:, choosing, :, :num_pages].flatten(0, 1)
                 numbers = self._state.numbers[pages].flatten(2)
         return Held(
@@ -143,7 +143,7 @@ class Drop:
             columns.pages[:, choosing].flatten(0, 1),
             num_absent.contiguous(),
             columns.num_competing,
-            self._block_size,
+            self._page_size,
             columns.num_missing,
             columns.behind,
             columns.is_even,
@@ -212,7 +212,7 @@ class Drop:
         state, num_columns = self._state, self.columns.num_competing
         num_choosing, num_kv_heads = state.num_choosing, state.num_kv_heads
         num_following = len(state.followed)
-        per_page = num_kv_heads * self._block_size
+        per_page = num_kv_heads * self._page_size
         retained, offsets, begin = [], [], 0
         for index, cut in enumerate(self.cuts):
             end = begin + cut.num_packed * num_choosing * per_page
@@ -251,7 +251,7 @@ class Drop:
             absent = columns.num_absent[index, state.num_choosing :] - missing
         followed, num_packed = request.progress.followed, columns.num_packed[index] - missing
         found = following_candidates(own, state.followed, followed, absent, num_packed)
-        sizes = Sizes([self.cuts[index].num_packed], self._block_size)
+        sizes = Sizes([self.cuts[index].num_packed], self._page_size)
         retention = choose(None, found, sizes, self.settings, self._layers[0].kernels)
         is_last = self.cuts[index] is request.plan.cuts[-1]
         request.progress.followed = None if is_last else found.of_entries(retention.retained)

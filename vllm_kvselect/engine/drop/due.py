@@ -26,13 +26,13 @@ class DueDrops:
     Args:
         layers: The layers that choose, in order.
         state: State of the group's layers.
-        block_size: Tokens per block.
+        page_size: Entries per page.
     """
 
     drop_class = Drop
 
-    def __init__(self, layers: Sequence[DropLayer], state: RetentionState, block_size: int) -> None:
-        self._layers, self._state, self._block_size = layers, state, block_size
+    def __init__(self, layers: Sequence[DropLayer], state: RetentionState, page_size: int) -> None:
+        self._layers, self._state, self._page_size = layers, state, page_size
 
     def make(self, due: Sequence[Request]) -> None:
         """Makes the next cuts of some requests, those with equal settings in one pass if they may.
@@ -45,7 +45,7 @@ class DueDrops:
         with self._state.stopwatch:
             for part in self._passes(due):
                 make_paged = (lambda: self._paged) if self._reads_pages else None
-                state, size = self._state, self._block_size
+                state, size = self._state, self._page_size
                 self.drop_class(part, self._layers, state, size, make_paged).make()
 
     def _passes(self, due: Sequence[Request]) -> Iterator[list[Request]]:
@@ -68,7 +68,7 @@ class DueDrops:
             part: list[Request] = []
             longest = 0
             for request in group:
-                own = max(LEAST_COLUMNS, Columns.num_own(request, self._block_size))
+                own = max(LEAST_COLUMNS, Columns.num_own(request, self._page_size))
                 together = (len(part) + 1) * max(longest, own) * per_column
                 if part and together > MOST_NUMBERS:
                     yield part

@@ -10,8 +10,8 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.drop.arriving import Arriving
-from vllm_kvselect.engine.drop.key_blocks import SparsePrefill
 from vllm_kvselect.engine.notice import Found, StepNotice, Swap
+from vllm_kvselect.engine.sparse.worker_keys import SparsePrefill
 from vllm_kvselect.planning.cuts import Cut
 from vllm_kvselect.planning.plan import Plan, plan
 from vllm_kvselect.registry import METHODS, Method
@@ -109,7 +109,7 @@ class Request:
     def pause(self) -> None:
         """Forgets how far it has come: its blocks are gone, or it has none yet."""
         segments = self.plan.segments
-        sparse = None if segments is None else SparsePrefill(segments)
+        sparse = None if segments is None else SparsePrefill(segments, self.plan.settings)
         self.progress, self.num_computed = Progress(sparse=sparse), 0
 
     def begin(self, num_computed: int, found: Found | None) -> None:
@@ -159,10 +159,7 @@ class LiveRequests:
     """
 
     def __init__(
-        self,
-        eviction: EvictionConfig,
-        block_size: int,
-        page_size: int | None = None,
+        self, eviction: EvictionConfig, block_size: int, page_size: int | None = None
     ) -> None:
         self._eviction, self._sizes = eviction, (block_size, page_size)
         self.per_block = block_size // (page_size or block_size)

@@ -11,6 +11,7 @@ from vllm_kvselect.engine.drop.arriving import Arriving
 from vllm_kvselect.engine.drop.following import followed_layers
 from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.engine.drop.stopwatch import stopwatch
+from vllm_kvselect.engine.view.page_tables import PageOffsets
 from vllm_kvselect.paging.compaction import head_pages
 from vllm_kvselect.planning.cuts import Cut
 
@@ -31,23 +32,16 @@ class Made(NamedTuple):
     num_dropped: int
 
 
-class RetentionState:
-    """Page offsets of the requests in a worker's KV cache.
-
-    `offsets` says where each head's pages start in the run of the request's packed pages, which
-    counts through all layers (`page_table.py`). It is keyed by the id of a request's first packed
-    block, which no other packed run has: it needs no request ids, survives reordering of the batch,
-    serves all requests that share a context, and dies with the block. Block 0, vLLM's null block,
-    keeps offsets of 0: no packed pages.
+class RetentionState(PageOffsets):
+    """Page offsets, and what a worker remembers beside them of the requests in its KV cache.
 
     `numbers` are what entries were scored by when they were packed, page by page as keys are, `[
-    num_pages, block_size]` float32, of the layers that choose; None where no cut reads them again.
+    num_pages, page_size]` float32, of the layers that choose; None where no cut reads them again.
     They move with the entries, and so serve whoever goes on from them.
 
     `stopwatch` times cuts, `estimate_stopwatch` the choice of blocks that sparse segments read.
-    `completed` lists the cuts that were made for the
-    first time since the worker last took it, for its report. `version` counts changes of the
-    offsets, so that what was built from them is known to be out of date.
+    `completed` lists the cuts that were made for the first time since the worker last took it, for
+    its report.
 
     Args:
         num_blocks: Kernel blocks of the KV cache.
@@ -57,7 +51,6 @@ class RetentionState:
         num_following: Layers at the group's end that choose nothing themselves: a drafter's.
         per_block: Kernel blocks of a block of the scheduler's.
         page_size: Entries of a page whose numbers are kept; 0 for none.
-        per_block: Kernel blocks of a block.
 
     Attributes:
         num_choosing: Layers before these.
@@ -74,38 +67,23 @@ class RetentionState:
         per_block: int = 1,
         page_size: int = 0,
     ) -> None:
-        self.per_block = per_block
-        self.num_layers, self.num_kv_heads = num_layers, num_kv_heads
+        super().__init__(num_blocks, num_layers, num_kv_heads, device, per_block)
         self.num_choosing = num_layers - num_following
         self.followed = followed_layers(self.num_choosing, num_following)
-        self.offsets = torch.zeros(
-            num_blocks, num_layers, num_kv_heads + 1, dtype=torch.int32, device=device
-        )
         self.numbers: torch.Tensor | None = None
         if page_size:
             num_pages = self.num_choosing * num_blocks * num_kv_heads
             self.numbers = torch.zeros(num_pages, page_size, device=device)
         self.stopwatch, self.estimate_stopwatch = (stopwatch(self.offsets.device) for _ in range(2))
         self.num_evicted = 0
-        self.version = 0
         self.completed: list[Made] = []
-
-    def store(self, keys: torch.Tensor, offsets: torch.Tensor) -> None:
-        """Remembers where the pages of the heads of some requests start.
-
-        Args:
-            keys: Ids of their first packed blocks, `[n]` int64.
-            offsets: `[n, num_layers, num_kv_heads + 1]`.
-        """
-        self.offsets[keys] = offsets.to(self.offsets.dtype)
-        self.version += 1
 
     def keep_numbers(self, packed_blocks: torch.Tensor, numbers: torch.Tensor) -> None:
         """Remembers the numbers of packed entries.
 
         Args:
             packed_blocks: Their blocks in the memory of all layers, `[n]` int64.
-            numbers: Those of the entries in their order, `[n * num_kv_heads * block_size]`.
+            numbers: Those of the entries in their order, `[n * num_kv_heads * page_size]`.
         """
         assert self.numbers is not None
         pages = head_pages(packed_blocks, self.num_kv_heads).T.flatten()

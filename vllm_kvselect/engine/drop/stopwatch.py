@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -12,32 +11,30 @@ class HostStopwatch:
     """Adds up the seconds spent inside `with stopwatch:`."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self._started = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts again from zero."""
+        self.seconds = self._started = 0.0
 
     def __enter__(self) -> Self:
         self._started = time.perf_counter()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.seconds += time.perf_counter() - self._started
-
-    def reset(self) -> None:
-        """Starts again from zero."""
-        self.seconds = 0.0
 
 
 class DeviceStopwatch:
     """The same for what is launched inside: seconds count once the device has passed them."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts again from zero; what the device has not passed yet is forgotten."""
         self._seconds = 0.0
-        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._open = deque[tuple[torch.cuda.Event, torch.cuda.Event]]()
 
     @property
     def seconds(self) -> float:
@@ -53,18 +50,8 @@ class DeviceStopwatch:
         self._open.append(events)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open[-1][1].record()
-
-    def reset(self) -> None:
-        """Starts again from zero; what the device has not passed yet is forgotten."""
-        self._seconds = 0.0
-        self._open.clear()
 
 
 def stopwatch(device: torch.device) -> HostStopwatch | DeviceStopwatch:

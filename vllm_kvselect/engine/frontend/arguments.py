@@ -86,13 +86,7 @@ def _merged(settings: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]
 
 
 def requested(engine_args: EngineArgs) -> EvictionConfig | None:
-    """The eviction that an engine is asked for.
-
-    Args:
-        engine_args: vLLM's engine arguments.
-
-    Returns:
-        The validated configuration, or None for a stock engine.
+    """The validated eviction that an engine is asked for, or None for a stock one.
 
     Raises:
         ConfigError: If the values are not accepted.

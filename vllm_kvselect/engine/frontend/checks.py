@@ -41,10 +41,6 @@ _KNOWN_WEIGHTS = ("auto", "hf", "safetensors", "fastsafetensors", "runai_streame
 def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> None:
     """Checks a finished configuration of vLLM against what eviction supports.
 
-    Args:
-        vllm_config: vLLM's configuration.
-        eviction: The validated configuration of eviction, enabled.
-
     Raises:
         ConfigError: With every reason against it.
     """
@@ -69,29 +65,16 @@ def refuse_unsupported(vllm_config: VllmConfig, eviction: EvictionConfig) -> Non
 
 
 def settings_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
-    """What stands against a method and a budget, of a server or of a single request.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        eviction: The validated configuration of eviction.
-
-    Returns:
-        One sentence for each problem, with what to do.
-    """
+    """What stands against a method and a budget, of a server or of a single request."""
     if problem := not_served(eviction.method):
         return [f"method = {eviction.method!r} {problem}"]
-    return [*pool_problems(vllm_config, eviction), *_budget_problems(vllm_config, eviction)]
+    length, page_size = vllm_config.model_config.max_model_len, page_size_of(vllm_config)
+    problem = budget_problem(length, page_size, eviction)
+    return [*pool_problems(vllm_config, eviction), *filter(None, [problem])]
 
 
 def platform_problems(vllm_config: VllmConfig) -> list[str]:
-    """What stands against the platform and its worker, whatever the model.
-
-    Args:
-        vllm_config: vLLM's configuration, of a model or of none.
-
-    Returns:
-        One sentence for each problem, with what to do.
-    """
+    """What stands against the platform and its worker, whatever the model."""
     if problem := unknown_platform():
         return [problem]
     worker, here = vllm_config.parallel_config.worker_cls, PLATFORMS[platform_name()]
@@ -350,9 +333,3 @@ def _block_problems(vllm_config: VllmConfig) -> list[str]:
         multiple = here.block_multiple
         return [f"block_size = {block_size} is not accepted; use a multiple of {multiple}"]
     return []
-
-
-def _budget_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
-    page_size = page_size_of(vllm_config)
-    problem = budget_problem(vllm_config.model_config.max_model_len, page_size, eviction)
-    return [problem] if problem else []

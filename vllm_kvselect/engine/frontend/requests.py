@@ -87,11 +87,6 @@ async def check_needs(engine: Any, prompt: Any, params: Any) -> None:
 
     The workers know, and are asked at the first such request. `check_request` cannot wait.
 
-    Args:
-        engine: vLLM's `AsyncLLM`.
-        prompt: As in `check_request`.
-        params: As in `check_request`; the settings are accepted.
-
     Raises:
         RequestRefusedError: With the reason and what to do.
     """
@@ -103,10 +98,6 @@ async def check_body(engine: Any, request: Any) -> None:
 
     These are settings in fields that vLLM does not know, and those of a beam search, which it does
     not hand on.
-
-    Args:
-        engine: The server's `AsyncLLM`.
-        request: The validated body.
 
     Raises:
         RequestRefusedError: With the reason and what to do.
@@ -288,11 +279,6 @@ def _num_beside(config: VllmConfig, server: EvictionConfig, num_blocks: int) -> 
 
     They are what vLLM counted of the longest request, beside its layers that drop entries. Their
     kinds are known to the engines alone.
-
-    Args:
-        config: vLLM's configuration.
-        server: The server's own.
-        num_blocks: Blocks of an engine.
     """
     num_requests = config.cache_config.kv_cache_max_concurrency
     if not num_requests:

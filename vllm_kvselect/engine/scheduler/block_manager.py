@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
@@ -16,34 +16,17 @@ from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.notice import Found, Swap
-from vllm_kvselect.engine.scheduler.loads import ContextLoads
-from vllm_kvselect.engine.scheduler.salted_hashes import salt_hashes
-from vllm_kvselect.engine.scheduler.sparse_names import sparse_names
-from vllm_kvselect.engine.scheduler.states import StateNames, salts_of
-from vllm_kvselect.engine.store.identity import StoreIdentity
+from vllm_kvselect.engine.sparse.names import sparse_names
+from vllm_kvselect.engine.states.identity import StoreIdentity
+from vllm_kvselect.engine.states.loads import ContextLoads
+from vllm_kvselect.engine.states.names import StateNames, salts_of
+from vllm_kvselect.engine.states.salted_hashes import salt_hashes
 from vllm_kvselect.planning.cuts import Cut
 from vllm_kvselect.planning.plan import Plan, plan
 
 
-class SpecWithEviction(Protocol):
-    """What managers read of a group's spec beyond vLLM's own."""
-
-    eviction: EvictionConfig
-
-
-class SpecWithStore(SpecWithEviction, Protocol):
-    """The same of layers that drop entries."""
-
-    store: StoreIdentity | None
-
-
 class Planned(NamedTuple):
-    """A request and what was decided about it.
-
-    Attributes:
-        request: The request.
-        plan: Its plan, the same that the workers compute.
-    """
+    """A request and what was decided about it, the same that workers make."""
 
     request: Request
     plan: Plan
@@ -68,10 +51,6 @@ class PlannedManager(SingleTypeKVCacheManager):
     settings. What is computed once entries are dropped is hashed up to the first cut that leaves
     no state: whoever finds it reads the same entries.
 
-    Args:
-        kv_cache_spec: The group's spec, with the eviction configuration.
-        **kwargs: vLLM's own arguments.
-
     Attributes:
         sizes: What requests are planned with.
         shares_states: Whether what cuts inside prompts leave is found by others. Layers beside
@@ -80,9 +59,9 @@ class PlannedManager(SingleTypeKVCacheManager):
 
     shares_states = False
 
-    def __init__(self, kv_cache_spec: SpecWithEviction, **kwargs: Any) -> None:
+    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
-        self.eviction = kv_cache_spec.eviction
+        self.eviction: EvictionConfig = kv_cache_spec.eviction
         self.sizes = Sizes(self.block_size, getattr(kv_cache_spec, "page_size", None))
         # Its settings are looked at once, not in each of its steps: a request may send many keys.
         self._planned: dict[str, Planned] = {}
@@ -104,20 +83,13 @@ class PlannedManager(SingleTypeKVCacheManager):
         return known.plan
 
     def name_blocks(self, request: Request) -> None:
-        """Renames the blocks that are not as in stock; called once, before it is scheduled.
-
-        Args:
-            request: A new request.
-        """
+        """Renames the blocks that are not as in stock; called once, before it is scheduled."""
         made = self.plan_of(request)
         if self.shares_states:
             salt_hashes(request, salts_of(made, self.block_size))
         if made.segments is not None and request.block_hashes:
             request.block_hashes = sparse_names(
-                request.block_hashes,
-                self.block_pool.hash_block_size,
-                made.segments,
-                made.settings,
+                request.block_hashes, self.block_pool.hash_block_size, made.segments, made.settings
             )
 
     def cache_blocks(
@@ -144,10 +116,7 @@ class PlannedManager(SingleTypeKVCacheManager):
             num_hashed = self.num_cached_block.get(request.request_id, 0)
             self._num_hashed_before.setdefault(request.request_id, num_hashed)
         super().cache_blocks(
-            request,
-            num_tokens,
-            retention_interval,
-            replay_boundaries=replay_boundaries,
+            request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
         )
 
     def _last_position(self, made: Plan) -> int | None:
@@ -202,10 +171,6 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
     Blocks of the prompt are given back as they are, with their names. What is packed inside a
     prompt gets names, too, under which others find it.
 
-    Args:
-        kv_cache_spec: The group's spec, with the eviction configuration.
-        **kwargs: vLLM's own arguments.
-
     Attributes:
         names: Names of states.
         found: States that requests found when they last looked, by id.
@@ -215,7 +180,7 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
 
     num_ahead = 0
 
-    def __init__(self, kv_cache_spec: SpecWithStore, **kwargs: Any) -> None:
+    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.names = StateNames(self.block_pool, self.kv_cache_group_id, self.block_size)
         # Of the step that is being scheduled: its cuts, and which states of requests these leave.
@@ -226,7 +191,8 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         self._superseded: dict[int, tuple[KVCacheBlock, BlockHashWithGroupId]] = {}
         self.found: dict[str, Found] = {}
         self.loads: ContextLoads | None = None
-        if (store := kv_cache_spec.store) is not None:
+        store: StoreIdentity | None = kv_cache_spec.store
+        if store is not None:
             self.loads = ContextLoads(self.eviction, store, self.block_pool, self.names)
 
     def find_state(self, request: Request, max_tokens: int | None = None) -> list[KVCacheBlock]:
@@ -264,24 +230,6 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
             and self.names.first_name(other, plan, index) == name
             for other in running
         )
-
-    def must_wait_for_store(self, request: Request) -> bool:
-        """Whether a request's context, which is not there, is on its way from a folder."""
-        made = self.plan_of(request)
-        if self.loads is None or not _is_stored(made):
-            return False
-        is_there = self.names.is_there(request, made, made.num_states - 1)
-        return not is_there and self.loads.must_wait(request, made)
-
-    def name_to_store(self, request: Request) -> str | None:
-        """The name under which a request's context is to be stored once it is compressed."""
-        made = self.plan_of(request)
-        if self.loads is None or not _is_stored(made):
-            return None
-        found = self.found.get(request.request_id)
-        if found is not None and found.num_made >= made.num_states:
-            return None
-        return self.loads.name_to_store(request, made)
 
     @property
     def loads_held(self) -> dict[str, list[KVCacheBlock]]:
@@ -431,12 +379,7 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         return None if cut is None or table[cut.num_freed - 1].is_null else cut
 
     def num_usable(self, request: Request, num_found: int) -> int:
-        """How many of the tokens that the prefix cache has are of use: no half of a segment.
-
-        Args:
-            request: The request about to be scheduled.
-            num_found: Tokens found.
-        """
+        """How many of the tokens that the prefix cache has are of use: no half of a segment."""
         segments = self.plan_of(request).segments
         return segments.last_border(num_found) if segments else num_found
 
@@ -465,19 +408,11 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
         queue.prepend_n([*nameless, *offered])
 
 
-class BystanderManager(PlannedManager):
-    """What managers of layers share that drop nothing, beside those that do.
-
-    They are vLLM's own. But what these layers compute of generated tokens depends on what the
-    others dropped.
-    """
+class WindowManager(PlannedManager, SlidingWindowManager):
+    """vLLM's manager of sliding-window layers, which drop nothing, beside layers that do."""
 
 
-class WindowManager(BystanderManager, SlidingWindowManager):
-    """vLLM's manager of sliding-window layers, beside layers that drop entries."""
-
-
-class StateManager(BystanderManager, MambaManager):
+class StateManager(PlannedManager, MambaManager):
     """vLLM's manager of layers that keep a state in place of entries, likewise."""
 
     @property
@@ -486,21 +421,8 @@ class StateManager(BystanderManager, MambaManager):
         return self.enable_caching and self.mamba_cache_mode == "align"
 
 
-def _is_stored(made: Plan) -> bool:
-    """Whether a request's context may come from a folder: what is not cut again, as files lack it.
-
-    Names of states tell such requests from others.
-    """
-    return made.has_context and made.ends_with_states
-
-
 def shares_states(kv: KVCacheManager, request: Request) -> bool:
-    """Whether a request may read what others compressed, and they what it does.
-
-    Args:
-        kv: The KV cache manager.
-        request: The request.
-    """
+    """Whether a request may read what others compressed, and they what it does."""
     return kv.prefix_cache_lookup_enabled(request) and headwise_manager(kv).shares_states
 
 

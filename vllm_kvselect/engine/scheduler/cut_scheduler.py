@@ -1,4 +1,4 @@
-"""vLLM's schedulers, where a request's cut matters for when and how far it is computed.
+"""vLLM's schedulers, whose chunks end at cuts; a request may wait for what another computes.
 
 Cuts: what a request computes up to one is computed before it, and the rest after it. So no chunk
 runs past any: neither that of a long prompt, nor that of a request that resumes, nor one with
@@ -34,13 +34,13 @@ from vllm_kvselect.engine.notice import StepNotice
 from vllm_kvselect.engine.platforms import has_drafter_layers, tokens_ahead, tokens_in_graph
 from vllm_kvselect.engine.report import StatesReport, StepReport
 from vllm_kvselect.engine.scheduler.block_manager import (
-    BystanderManager,
     HeadwiseManager,
+    PlannedManager,
     StateManager,
     headwise_manager,
     shares_states,
 )
-from vllm_kvselect.engine.scheduler.states import Held
+from vllm_kvselect.engine.states.names import Held
 from vllm_kvselect.planning.cuts import chunk_end
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
@@ -60,9 +60,9 @@ class CutScheduler(Scheduler):
         manager.shares_states = len(managers) == 1
         # What is remembered of a drafter's layers between cuts is not in the cache.
         manager.names.are_cut_again = not has_drafter_layers(self.vllm_config)
-        for bystander in managers:
-            if isinstance(bystander, BystanderManager):
-                bystander.sizes = manager.sizes
+        for each in managers:
+            if isinstance(each, PlannedManager):
+                each.sizes = manager.sizes
         if any(isinstance(m, StateManager) for m in managers):
             self._log_blocks(manager)
         self._keeps_states = any(isinstance(m, StateManager) and m.keeps_states for m in managers)
@@ -121,7 +121,8 @@ class CutScheduler(Scheduler):
             return True
         if manager.is_on_its_way(request, self.running):
             return False
-        return not manager.must_wait_for_store(request)
+        loads = manager.loads
+        return loads is None or not loads.must_wait(request, manager.plan_of(request))
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's schedule; workers are told of cuts, and who begins with a context, or leaves one.
@@ -136,21 +137,20 @@ class CutScheduler(Scheduler):
         swaps, runs = manager.take_swaps(), scheduled.num_scheduled_tokens
         notice.swaps = {name: swap for name, swap in swaps.items() if name in runs}
         notice.found = {name: manager.found[name] for name in begun if name in manager.found}
-        if manager.loads is not None:
-            notice.stores = self._stores(manager, begun)
+        notice.stores = self._stores(manager, begun)
         if notice.says_something:
             notice.add_to(scheduled)
         return scheduled
 
     def _stores(self, manager: HeadwiseManager, begun: list[str]) -> dict[str, str]:
         """Names under which the contexts of requests that begin are to be stored."""
-        requests = [self.requests[request_id] for request_id in begun]
-        names = {
-            request.request_id: manager.name_to_store(request)
-            for request in requests
-            if shares_states(self.kv_cache_manager, request)
-        }
-        return {request_id: name for request_id, name in names.items() if name is not None}
+        names: dict[str, str] = {}
+        for request in (self.requests[request_id] for request_id in begun):
+            if manager.loads is not None and shares_states(self.kv_cache_manager, request):
+                plan, found = manager.plan_of(request), manager.found.get(request.request_id)
+                if (name := manager.loads.name_to_store(request, plan, found)) is not None:
+                    names[request.request_id] = name
+        return names
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -91,13 +91,6 @@ def find_violations(kv: KVCacheManager, requests: Mapping[str, Request]) -> list
 
     Valid between scheduling steps: right after `schedule()` and at any time until the next one. Its
     time grows with the number of blocks in the pool.
-
-    Args:
-        kv: The manager.
-        requests: The scheduler's unfinished requests by their ids.
-
-    Returns:
-        The violations, none if all is well.
     """
     manager, managers = headwise_manager(kv), kv.coordinator.single_type_managers
     owners = block_owners(kv)
@@ -150,9 +143,6 @@ def written_violations(
         requests: The scheduler's unfinished requests by their ids.
         scheduled: The step.
         before: What `names_of` gave before it was scheduled.
-
-    Returns:
-        The violations, none if all is well.
     """
     found, now, size = [], names_of(manager), manager.block_size
     begun = {new.req_id for new in scheduled.scheduled_new_reqs}
@@ -175,16 +165,7 @@ def written_violations(
 def plan_violations(
     manager: HeadwiseManager, requests: Mapping[str, Request], plans: Mapping[str, str]
 ) -> list[Violation]:
-    """Compares the plans of a worker with the scheduler's.
-
-    Args:
-        manager: The manager of the layers that drop entries.
-        requests: The scheduler's unfinished requests by their ids.
-        plans: Fingerprints of a worker's plans, by request.
-
-    Returns:
-        The violations, none if all is well.
-    """
+    """Compares the plans of a worker with the scheduler's."""
     return [
         Violation("plan", f"{fingerprint} in a worker, {own} here", (), (request_id,))
         for request_id, fingerprint in plans.items()

@@ -20,7 +20,7 @@ from vllm_kvselect.engine.scheduler.block_manager import (
     StateManager,
     WindowManager,
 )
-from vllm_kvselect.engine.store.identity import StoreIdentity
+from vllm_kvselect.engine.states.identity import StoreIdentity
 from vllm_kvselect.planning.cuts import most_blocks
 
 OTHER_OPTIONS = (
@@ -106,14 +106,7 @@ def with_eviction(
     page_size: int | None = None,
     store: StoreIdentity | None = None,
 ) -> KVCacheSpec:
-    """A layer's spec with the configuration; kinds that eviction does not know stay as they are.
-
-    Args:
-        spec: The spec.
-        eviction: The configuration.
-        page_size: As of `HeadwiseSpec`.
-        store: As of `HeadwiseSpec`.
-    """
+    """A layer's spec with the configuration; kinds that eviction does not know stay as they are."""
     if type(spec) is FullAttentionSpec:
         ours = {"page_size": page_size, "store": store}
         return replace_as(spec, HeadwiseSpec, eviction=eviction, **ours)

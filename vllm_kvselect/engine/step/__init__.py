@@ -1,1 +1,1 @@
-"""A step of the model in a worker: rows, split, packing, page tables, layers."""
+"""A step of the model in a worker: how a batch is split, layers, and what is reported."""

@@ -41,11 +41,32 @@ class BindingWorker(ABC):
         return self._problems
 
     def _bind_layers(self) -> None:
-        """Binds the layers of the loaded model to what methods need that requests may have."""
-        probe = self._eviction.of(ProbeFile)
-        self._bind("output projection", self._bind_output_projections)
-        self._bind("rotation", self._bind_rotations)
-        self._bind("probe", self._bind_probes, is_asked_for=probe.probe is not None)
+        """Gives the layers of the loaded model what methods need that requests may have.
+
+        Without it, only a default method's need is an error, and what the operator asked for.
+        """
+        for need, bind in self._binds.items():
+            if not any(need in METHODS[name].needs for name in self._methods()):
+                continue
+            try:
+                bind()
+            except ConfigError as error:
+                if need == "probe" and self._eviction.of(ProbeFile).probe is not None:
+                    raise
+                default = METHODS.get(self._eviction.method)
+                if default is not None and need in default.needs:
+                    raise ConfigError(f"{error}; {self._next_best(need)}") from None
+                self._problems[need] = str(error)
+                logger.warning("%s; requests that choose them are refused", error)
+
+    @property
+    def _binds(self) -> dict[Need, Callable[[], None]]:
+        """What gives layers each thing that a method may need."""
+        return {
+            "output projection": self._bind_output_projections,
+            "rotation": self._bind_rotations,
+            "probe": self._bind_probes,
+        }
 
     def _methods(self) -> list[str]:
         """Methods that a request may run with, by default or by its own choice."""
@@ -66,37 +87,9 @@ class BindingWorker(ABC):
         """A layer's W_O as the kernels want it."""
         return projection
 
-    def _bind(
-        self,
-        need: Need,
-        bind: Callable[[], None],
-        is_asked_for: bool = False,
-    ) -> None:
-        """Gives the layers what methods need.
-
-        Without it, only a default method's need is an error, and what the operator asked for.
-        """
-        if not any(need in METHODS[name].needs for name in self._methods()):
-            return
-        try:
-            bind()
-        except ConfigError as error:
-            if is_asked_for:
-                raise
-            default = METHODS.get(self._eviction.method)
-            if default is not None and need in default.needs:
-                raise ConfigError(f"{error}; {self._next_best(need)}") from None
-            self._problems[need] = str(error)
-            logger.warning("%s; requests that choose them are refused", error)
-
     def _next_best(self, missing: Need) -> str:
         """What to take without something that a method needs, and the model cannot give."""
-        binds: dict[Need, Callable[[], None]] = {
-            "output projection": self._bind_output_projections,
-            "rotation": self._bind_rotations,
-            "probe": self._bind_probes,
-        }
-        given = {need for need, bind in binds.items() if need != missing and _succeeds(bind)}
+        given = {need for need, bind in self._binds.items() if need != missing and _succeeds(bind)}
         in_rounds = bool(self._eviction.decode_budget or self._eviction.prompt_interval)
         pools = self.vllm_config.parallel_config.pipeline_parallel_size == 1
         name = best_method(

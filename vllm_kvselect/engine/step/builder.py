@@ -14,17 +14,17 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_kvselect.engine.drop.due import DueDrops
-from vllm_kvselect.engine.drop.memory import refuse_scattered_layers
 from vllm_kvselect.engine.drop.request import RequestsOf
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.drafting import DraftSplitter
 from vllm_kvselect.engine.step.split import Seen, Splitter
+from vllm_kvselect.engine.view.memory import refuse_scattered_layers
 from vllm_kvselect.kernels.base import Kernels
 
 
 class HeadwiseBuilder(ABC):
-    """Builds vLLM's metadata, split where prompts end. Stock until `start` is called.
+    """Builds vLLM's metadata, split where requests read what is retained. Stock until `start`.
 
     Attributes:
         layers: The group's layers that have a cache, once started.
@@ -59,9 +59,6 @@ class HeadwiseBuilder(ABC):
             of_drafter: Names of a drafter's layers, the last ones of the group.
             per_block: Kernel blocks of a block.
             keeps_numbers: Whether what entries are scored by is kept for later cuts.
-
-        Returns:
-            The state of the group's layers.
         """
         spec = self.kv_cache_spec  # of a kernel block, where vLLM splits blocks into several
         assert isinstance(spec, HeadwiseSpec)
@@ -84,12 +81,7 @@ class HeadwiseBuilder(ABC):
         return state
 
     def draft_for(self, target: "HeadwiseBuilder", requests_of: RequestsOf) -> None:
-        """Connects a drafter's own builder to the state that its layers have with their target's.
-
-        Args:
-            target: The started builder of the group.
-            requests_of: Gives the requests of a batch.
-        """
+        """Connects a drafter's own builder to the state that its layers share with its target's."""
         spec = self.kv_cache_spec
         self._splitter = self.draft_splitter_class(target.state, requests_of, spec.block_size)
 

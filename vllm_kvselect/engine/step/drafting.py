@@ -8,9 +8,7 @@ but for the first batch of EAGLE and MTP in model runner V2, which is the step's
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvselect.engine.step.rows import Rows
-from vllm_kvselect.engine.step.sparse import SparseRow
-from vllm_kvselect.engine.step.split import Seen, Splitter
+from vllm_kvselect.engine.step.split import Splitter
 
 
 class DraftSplitter(Splitter):
@@ -19,12 +17,8 @@ class DraftSplitter(Splitter):
     It chooses nothing, so nothing of it is seen.
     """
 
+    chooses = False
+
     def _seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """Bounds: what vLLM says of a drafter's rows on the host may be too little by its token."""
         return torch.full((common.num_reqs,), common.max_seq_len, dtype=torch.int32)
-
-    def _seen(self, rows: Rows) -> Seen | None:
-        return None
-
-    def _sparse_rows(self, rows: Rows, block_table: torch.Tensor) -> dict[int, SparseRow]:
-        return {}

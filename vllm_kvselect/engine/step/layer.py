@@ -11,9 +11,9 @@ from vllm.v1.attention.backend import AttentionLayer
 
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.drop.state import RetentionState
-from vllm_kvselect.engine.step.sequences import Call, HeadwiseBatch, OneHeadBatch
-from vllm_kvselect.engine.step.sparse import SparseBatch, joined
-from vllm_kvselect.engine.step.split import Part, Split, StockPart
+from vllm_kvselect.engine.sparse.worker_segments import SparseBatch, joined
+from vllm_kvselect.engine.step.split import Split
+from vllm_kvselect.engine.view.sequences import Call, HeadwiseBatch, OneHeadBatch
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.compaction import head_pages
 from vllm_kvselect.paging.page_table import PageTable
@@ -77,14 +77,7 @@ class HeadwiseImpl(ABC):
             )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """No output is quantised on the way: tokens past their prompts are written by other calls.
-
-        Args:
-            quant_key: What vLLM's compiler would fuse.
-
-        Returns:
-            False.
-        """
+        """No output is quantised on the way: tokens past their cuts are written by other calls."""
         return False
 
     def forward(
@@ -100,65 +93,28 @@ class HeadwiseImpl(ABC):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """vLLM's forward; a split batch is computed in its parts. Shapes are vLLM's."""
-        if not isinstance(attn_metadata, Split):
-            return super().forward(  # type: ignore[misc]
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-            )
-        split = attn_metadata
+        split, forward = attn_metadata, super().forward  # type: ignore[misc]
+        if not isinstance(split, Split):
+            scales = output_scale, output_block_scale
+            return forward(layer, query, key, value, kv_cache, split, output, *scales)
         if split.seen is not None and self._shows_queries:
             split.seen.see(self.layer_index, self._scored_queries(query))
         for part in split.parts_in(self.layer_index):
-            self._forward_part(layer, query, key, value, kv_cache, part, output)
+            if isinstance(part, HeadwiseBatch):
+                self._forward_sequences(layer, query, part, self._table(part), output)
+            elif isinstance(part, SparseBatch):
+                table = self._sparse_table(query, key, part)
+                self._forward_sequences(layer, query, part, table, output)
+            elif part.tokens is None:
+                forward(layer, query, key, value, kv_cache, part.metadata, output)
+            else:
+                own, is_view = query[part.tokens], isinstance(part.tokens, slice)
+                size = len(own), *output.shape[1:]
+                attended = output[part.tokens] if is_view else output.new_empty(size)
+                forward(layer, own, key, value, kv_cache, part.metadata, attended)
+                if not is_view:
+                    output[part.tokens] = attended
         return output
-
-    def _forward_part(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        part: Part,
-        output: torch.Tensor,
-    ) -> None:
-        """Attention of the tokens of a part, by the call that computes them."""
-        if isinstance(part, StockPart):
-            self._forward_stock(layer, query, key, value, kv_cache, part, output)
-        elif isinstance(part, HeadwiseBatch):
-            self._forward_sequences(layer, query, part, self._table(part), output)
-        else:
-            table = self._sparse_table(query, key, part)
-            self._forward_sequences(layer, query, part, table, output)
-
-    def _forward_stock(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        part: StockPart,
-        output: torch.Tensor,
-    ) -> None:
-        """vLLM's own call, on rows that have dropped nothing."""
-        forward, tokens = super().forward, part.tokens  # type: ignore[misc]
-        if tokens is None:
-            forward(layer, query, key, value, kv_cache, part.metadata, output)
-            return
-        own = query[tokens]
-        is_view = isinstance(tokens, slice)
-        attended = output[tokens] if is_view else output.new_empty(len(own), *output.shape[1:])
-        forward(layer, own, key, value, kv_cache, part.metadata, attended)
-        if not is_view:
-            output[tokens] = attended
 
     def _sparse_table(
         self, query: torch.Tensor, key: torch.Tensor, batch: SparseBatch

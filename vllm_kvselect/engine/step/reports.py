@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from vllm_kvselect.engine.drop.request import LiveRequests, Request
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.report import StepReport
-from vllm_kvselect.engine.step.contexts import StoredContexts
+from vllm_kvselect.engine.states.worker_contexts import StoredContexts
 
 
 class Reporter:

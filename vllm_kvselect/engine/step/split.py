@@ -3,6 +3,7 @@
 A row whose request has made a cut reads what it retains. All others stay vLLM's.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, Self
@@ -13,13 +14,17 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvselect.config import Prefill
-from vllm_kvselect.engine.drop.page_tables import PageTables, SettledRows
 from vllm_kvselect.engine.drop.request import Request, RequestsOf
 from vllm_kvselect.engine.drop.state import RetentionState
-from vllm_kvselect.engine.step.pieces import Pieces, sparse_batch, sparse_rows
-from vllm_kvselect.engine.step.rows import Rows, Tokens, on_device, start_loc, token_indices
-from vllm_kvselect.engine.step.sequences import HeadwiseBatch, headwise_batch
-from vllm_kvselect.engine.step.sparse import SparseBatch, SparseRow
+from vllm_kvselect.engine.sparse.worker_segments import (
+    SparseBatch,
+    SparseRow,
+    sparse_batch,
+    sparse_rows,
+)
+from vllm_kvselect.engine.view.page_tables import PageTables, SettledRows
+from vllm_kvselect.engine.view.rows import Rows, Tokens, on_device, start_loc, token_indices
+from vllm_kvselect.engine.view.sequences import HeadwiseBatch, headwise_batch
 from vllm_kvselect.paging.page_table import PageTable
 from vllm_kvselect.scoring.memory import StepQueries
 
@@ -136,18 +141,61 @@ class Decodes(NamedTuple):
         )
 
 
+class Pieces(NamedTuple):
+    """Tokens of rows that read all tokens before them, as numpy arrays `[num_pieces]`.
+
+    Attributes:
+        rows: The row of each piece, in order.
+        starts: Where its tokens start in the batch.
+        lens: How many they are, at least 1.
+        ends: Position after the last of them.
+    """
+
+    rows: np.ndarray
+    starts: np.ndarray
+    lens: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def before_cuts(cls, rows: Rows, sparse: Mapping[int, SparseRow] | None = None) -> Self:
+        """The rows whose tokens come before their first cut.
+
+        Args:
+            rows: The batch.
+            sparse: Sparse segments by row, which are left out; what is beside them may be two
+                pieces.
+        """
+        pieces = []
+        for row in np.flatnonzero(~rows.is_past):
+            tokens = rows.tokens(row)
+            spans = [(tokens.start, tokens.stop)]
+            if sparse and row in sparse:
+                left_out = sparse[row].tokens
+                spans = [(tokens.start, left_out.start), (left_out.stop, tokens.stop)]
+            shift = rows.num_computed[row] - rows.query_start[row]
+            for start, stop in spans:
+                if start < stop:
+                    pieces.append((row, start, stop - start, stop + shift))
+        return cls(*np.array(pieces, dtype=np.int64).reshape(-1, 4).T)
+
+
 class Splitter:
     """Splits the batches of one group of layers.
 
     Args:
         state: State of the group's layers.
         requests_of: Gives the requests of a batch.
-        block_size: Tokens per block.
+        page_size: Entries per page.
+
+    Attributes:
+        chooses: Whether its layers choose anything: else nothing is seen, and no segment is sparse.
     """
 
-    def __init__(self, state: RetentionState, requests_of: RequestsOf, block_size: int) -> None:
-        self._state, self._requests_of, self._block_size = state, requests_of, block_size
-        self._page_tables = PageTables(state, block_size)
+    chooses = True
+
+    def __init__(self, state: RetentionState, requests_of: RequestsOf, page_size: int) -> None:
+        self._state, self._requests_of, self._page_size = state, requests_of, page_size
+        self._page_tables = PageTables(state, page_size)
 
     def split(self, common: CommonAttentionMetadata) -> Split | None:
         """Splits a batch, or returns None when all of it is vLLM's and nobody has to see it."""
@@ -155,11 +203,16 @@ class Splitter:
         if all(request.plan.is_stock for request in requests):
             return None
         rows = self._rows(common, requests)
-        past, seen = np.flatnonzero(rows.is_past), self._seen(rows)
-        after: list[Part] = [self._headwise(rows, past, common)] if past.size else []
+        past, seen = np.flatnonzero(rows.is_past), self._seen(rows, requests)
+        after: list[Part] = []
+        if past.size:
+            headwise = headwise_batch(rows, past, common, self._state.num_kv_heads)
+            headwise.table = self._table_of(headwise.rows)
+            after.append(headwise)
         if past.size == len(requests):
             return Split(after, seen)
-        sparse = self._sparse_rows(rows, common.block_table_tensor)
+        prefills = [request.progress.sparse for request in requests] if self.chooses else []
+        sparse = sparse_rows(rows, prefills, common.block_table_tensor, self._page_size)
         if not (past.size or seen or sparse):
             return None
         before = StockPart(None, common)
@@ -169,15 +222,11 @@ class Splitter:
         if sparse:
             split.sparse = [*self._sparse_parts(rows, sparse, common), *after]
             # The same for all requests of a server.
-            of_requests = (row.config.of(Prefill) for row in sparse.values())
+            of_requests = (row.prefill.config.of(Prefill) for row in sparse.values())
             (num_dense,) = {each.prefill_dense_layers for each in of_requests}
             # A drafter's layers may be computed with this batch, too.
             split.sparse_layers = range(num_dense, self._state.num_choosing)
         return split
-
-    def _sparse_rows(self, rows: Rows, block_table: torch.Tensor) -> dict[int, SparseRow]:
-        """Rows with sparse segments."""
-        return sparse_rows(rows, block_table, self._block_size)
 
     def _sparse_parts(
         self, rows: Rows, sparse: dict[int, SparseRow], common: CommonAttentionMetadata
@@ -189,16 +238,18 @@ class Splitter:
         beside = Pieces.before_cuts(rows, sparse)
         return [stock_part(beside, common), *parts] if beside.rows.size else parts
 
-    def _seen(self, rows: Rows) -> Seen | None:
+    def _seen(self, rows: Rows, requests: Sequence[Request]) -> Seen | None:
         """The tokens whose queries the next cuts of their requests look through.
 
         Raises:
             RuntimeError: If a chunk goes on past a cut, which is made before what follows it is
                 computed; `CutScheduler` keeps it from happening.
         """
+        if not self.chooses:
+            return None
         wanted: list[tuple[Request, int, int]] = []
         starts: list[int] = []
-        for row, request in enumerate(rows.requests):
+        for row, request in enumerate(requests):
             begin, end = int(rows.num_computed[row]), int(rows.seq_lens[row])
             for cut in islice(request.plan.cuts, request.progress.num_made, None):
                 if cut.position < end:
@@ -219,14 +270,6 @@ class Splitter:
         tokens = on_device(indices, self._state.offsets.device)
         return Seen(StepQueries(tokens, self._state.num_choosing), wanted)
 
-    def _headwise(
-        self, rows: Rows, past: np.ndarray, common: CommonAttentionMetadata
-    ) -> HeadwiseBatch:
-        """The tokens past their cuts, with page tables if the backend wants them now."""
-        headwise = headwise_batch(rows, past, common, self._state.num_kv_heads)
-        headwise.table = self._table_of(headwise.rows)
-        return headwise
-
     def _rows(self, common: CommonAttentionMetadata, requests: list[Request]) -> Rows:
         """The rows of a batch, as far as the host knows them."""
         query_start = common.query_start_loc_cpu.numpy().astype(np.int64)
@@ -234,7 +277,7 @@ class Splitter:
             query_start=query_start[:-1],
             query_lens=np.diff(query_start),
             seq_lens=self._seq_lens(common).numpy().astype(np.int64),
-            requests=requests,
+            cuts=[request.last_cut for request in requests],
         )
 
     def _seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
@@ -242,7 +285,7 @@ class Splitter:
         return common.seq_lens
 
     def _table_of(self, rows: SettledRows) -> PageTable | None:
-        """Page tables of rows whose state is complete, if the backend wants them now."""
+        """Page tables of rows, if the backend wants them now."""
         return self._page_tables.of(rows)
 
 

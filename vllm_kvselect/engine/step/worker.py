@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.config import CacheConfig
 from vllm.logger import init_logger
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -33,11 +34,11 @@ from vllm_kvselect.engine.refusal import notes_refusals
 from vllm_kvselect.engine.report import StepReport
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, with_eviction
 from vllm_kvselect.engine.start_up import is_length_open, log_retained
+from vllm_kvselect.engine.states.identity import StoreIdentity, store_identity
+from vllm_kvselect.engine.states.worker_contexts import StoredContexts
 from vllm_kvselect.engine.step.binding import BindingWorker
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
-from vllm_kvselect.engine.step.contexts import StoredContexts
 from vllm_kvselect.engine.step.reports import Reporter
-from vllm_kvselect.engine.store.identity import StoreIdentity, store_identity
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.planning.cuts import budget_problem
 from vllm_kvselect.registry import METHODS
@@ -58,6 +59,7 @@ class EvictionWorker(BindingWorker):
     backend: str
     replaces: AttentionBackendEnum
     rank: int
+    cache_config: CacheConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,6 +110,20 @@ class EvictionWorker(BindingWorker):
         numbers = 4 * spec.num_kv_heads * spec.block_size
         return -(-available * numbers // (spec.page_size_bytes + numbers))
 
+    def determine_available_memory(self) -> int:
+        """vLLM's, less what eviction keeps beside the KV cache.
+
+        A size that the user gave is left as it is.
+        """
+        # Asked before: a start-up plan of vLLM's (VLLM_ENABLE_STARTUP_PLAN) puts its own there.
+        is_given = self.cache_config.kv_cache_memory_bytes is not None
+        available: int = super().determine_available_memory()  # type: ignore[misc]
+        return available if is_given else available - self._reserved_bytes(available)
+
+    def _reserved_bytes(self, available: int) -> int:
+        """Bytes of what is kept beside the KV cache, of both together."""
+        return self._bytes_of_numbers(available)
+
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """vLLM's specs, with the eviction configuration."""
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
@@ -149,7 +165,8 @@ class EvictionWorker(BindingWorker):
                 builder.draft_for(target, self._requests_of)
         if self._store is not None:
             [builder] = self._started
-            self._contexts = StoredContexts.of(builder, self._eviction, self.model_config.model)
+            kv_cache, ours = builder.layers[0].kv_cache, (self._eviction, self.vllm_config)
+            self._contexts = StoredContexts.of(kv_cache, builder.state, *ours)
 
     def _take_note_of_length(self) -> None:
         """What the front end checks and says of `max_model_len`, where vLLM fitted it to the pool.

@@ -1,4 +1,4 @@
-"""Block hashes of requests whose later tokens read what a cut retained.
+"""Block hashes behind a cut, whose tokens read what it retained.
 
 vLLM's hash of a block stands for its tokens and all before them, adapter and salt included. What is
 computed after a cut depends on the settings, too. So behind it these are mixed in: the blocks are

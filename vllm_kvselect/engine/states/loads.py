@@ -15,10 +15,10 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.notice import Load, StepNotice
-from vllm_kvselect.engine.scheduler.states import StateNames
-from vllm_kvselect.engine.scheduler.stored_names import stored_name
-from vllm_kvselect.engine.store.identity import StoreIdentity
+from vllm_kvselect.engine.notice import Found, Load, StepNotice
+from vllm_kvselect.engine.states.identity import StoreIdentity
+from vllm_kvselect.engine.states.names import StateNames
+from vllm_kvselect.engine.states.stored_names import stored_name
 from vllm_kvselect.planning.plan import Plan
 from vllm_kvselect.store.file import Place
 from vllm_kvselect.store.folder import Folder
@@ -57,11 +57,7 @@ class ContextLoads:
     """
 
     def __init__(
-        self,
-        eviction: EvictionConfig,
-        identity: StoreIdentity,
-        pool: BlockPool,
-        names: StateNames,
+        self, eviction: EvictionConfig, identity: StoreIdentity, pool: BlockPool, names: StateNames
     ) -> None:
         assert eviction.context_store is not None
         self._folder = Folder(Path(eviction.context_store))
@@ -76,12 +72,9 @@ class ContextLoads:
         self._refused: dict[str, list[tuple[int, int] | None]] = {}
 
     def must_wait(self, request: Request, plan: Plan) -> bool:
-        """Whether a request's context is being loaded; the load begins if it can.
-
-        Args:
-            request: A request that waits, and whose context is not in the pool.
-            plan: Its plan.
-        """
+        """Whether a waiting request's context is being loaded; the load begins if it can."""
+        if not _may_be_stored(plan) or self._names.is_there(request, plan, plan.num_states - 1):
+            return False
         name = self.name_of(request, plan)
         if name is None:
             return False
@@ -95,8 +88,14 @@ class ContextLoads:
             return True
         return self._begin(name, request, plan)
 
-    def name_to_store(self, request: Request, plan: Plan) -> str | None:
-        """The name under which a request's context is to be stored; None if it is, or cannot be."""
+    def name_to_store(self, request: Request, plan: Plan, found: Found | None) -> str | None:
+        """The name under which a request's context is to be stored once it is compressed.
+
+        None if it is stored, was found, or cannot be.
+        """
+        num_made = 0 if found is None else found.num_made
+        if not _may_be_stored(plan) or num_made >= plan.num_states:
+            return None
         name = self.name_of(request, plan)
         return None if name is None or self._is_stored(name) else name
 
@@ -181,3 +180,11 @@ class ContextLoads:
     def _versions(self, name: str) -> list[tuple[int, int] | None]:
         num_ranks = self._identity.num_ranks
         return [self._folder.version(Place(name, rank, num_ranks)) for rank in range(num_ranks)]
+
+
+def _may_be_stored(plan: Plan) -> bool:
+    """Whether a request's context may come from a folder: what is not cut again, as files lack it.
+
+    Names of states tell such requests from others.
+    """
+    return plan.has_context and plan.ends_with_states

@@ -1,4 +1,4 @@
-"""Tokens past their prompts as sequences of a one-head cache, and the calls that attend to them."""
+"""Tokens past their cuts as sequences of a one-head cache, and the calls that attend to them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvselect.engine.drop.page_tables import SettledRows
-from vllm_kvselect.engine.step.rows import (
+from vllm_kvselect.engine.view.page_tables import SettledRows
+from vllm_kvselect.engine.view.rows import (
     Rows,
     Tokens,
     head_queries,
@@ -114,7 +114,7 @@ class OneHeadBatch:
 
 @dataclass
 class HeadwiseBatch(OneHeadBatch):
-    """Tokens past their prompts, one sequence per (row, KV head).
+    """Tokens past their cuts, one sequence per (row, KV head).
 
     Attributes:
         rows: The rows they belong to.
@@ -145,7 +145,7 @@ def headwise_batch(
     Returns:
         The sequences, still without page tables.
     """
-    cuts = [cut for row in chosen if (cut := rows.requests[row].last_cut) is not None]
+    cuts = [cut for row in chosen if (cut := rows.cuts[row]) is not None]
     lens, starts = rows.query_lens[chosen], rows.query_start[chosen]
     device = common.block_table_tensor.device
     first_packed, tail_start = (

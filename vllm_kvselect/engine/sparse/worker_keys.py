@@ -1,4 +1,4 @@
-"""What a worker keeps of a prompt's keys while it is prefilled sparsely."""
+"""Keys of a sparse prefill, block by block: what a worker keeps of them meanwhile."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,7 +17,7 @@ class SparseLayer(Protocol):
     Attributes:
         layer_index: The layer's place in the group.
         num_kv_heads: Its KV heads.
-        kv_cache: Its cache, `[num_blocks, num_kv_heads, block_size, 2 * head_size]`.
+        kv_cache: Its cache, `[num_blocks, num_kv_heads, page_size, 2 * head_size]`.
         kernels: What computes the parts of a choice.
     """
 
@@ -75,16 +75,18 @@ class SparsePrefill:
 
     Attributes:
         segments: Its sparse segments.
+        config: Its configuration.
         layers: What stands for its keys, by layer; filled as they come.
     """
 
     segments: Segments
+    config: EvictionConfig
     layers: dict[int, KeyBlocks] = field(default_factory=dict)
 
-    def key_blocks(self, layer_index: int, config: EvictionConfig) -> KeyBlocks:
+    def key_blocks(self, layer_index: int) -> KeyBlocks:
         """What stands for its keys in a layer."""
         if layer_index not in self.layers:
-            prefill = config.of(Prefill)
+            prefill = self.config.of(Prefill)
             num_blocks = (self.segments.end - self.segments.size) // prefill.prefill_block
             self.layers[layer_index] = KeyBlocks(num_blocks, prefill.prefill_block)
         return self.layers[layer_index]

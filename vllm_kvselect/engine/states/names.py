@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.scheduler.salted_hashes import salted
+from vllm_kvselect.engine.states.salted_hashes import salted
 from vllm_kvselect.planning.cuts import Cuts
 from vllm_kvselect.planning.plan import Plan
 
@@ -105,10 +105,6 @@ class StateNames:
         """Finds the last state that is there, and what follows it. What the request packs is named.
 
         At least one token is left to compute, and all that the next cut looks through.
-
-        Args:
-            request: The request about to be scheduled.
-            plan: Its plan.
         """
         self._sharing.add(request.request_id)
         for index in reversed(range(plan.num_states)):
@@ -161,12 +157,6 @@ class StateNames:
 
         A step of the request packs them at its beginning: so a request of that very step may read
         them.
-
-        Args:
-            request: The request.
-            plan: Its plan.
-            index: Which of its states.
-            blocks: Its block table.
 
         Returns:
             Whether they have got their names now.
@@ -322,10 +312,6 @@ def _announce_no_states(pool: BlockPool) -> None:
 
 def salts_of(plan: Plan, hash_size: int) -> dict[int, bytes]:
     """What is mixed into block hashes behind the cuts of a prompt; see `salt_hashes`.
-
-    Args:
-        plan: A request's plan.
-        hash_size: Tokens per hash.
 
     Returns:
         By the index of the first hash whose tokens do not all come before a cut: what decided that

@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
     Attributes:
         num_layers: Layers of the group.
-        block: Shape of a block in a layer, `(num_kv_heads, block_size, 2 * head_size)`.
+        block: Shape of a block in a layer, `(num_kv_heads, page_size, 2 * head_size)`.
         dtype: Of the cache.
     """
 
@@ -123,22 +123,9 @@ class Transfers:
         return False
 
     def save(
-        self,
-        name: str,
-        pages: torch.Tensor,
-        offsets: torch.Tensor,
-        num_tokens: int,
-        method: str,
+        self, name: str, pages: torch.Tensor, offsets: torch.Tensor, num_tokens: int, method: str
     ) -> None:
-        """Writes a context in the background.
-
-        Args:
-            name: The context's.
-            pages: Its blocks, in memory that nobody else writes to, as in `Stored`.
-            offsets: As in `Stored`.
-            num_tokens: Tokens of the context.
-            method: What chose, for people.
-        """
+        """Writes a `Stored` in the background; nobody else may write to its memory."""
         facts = Facts(
             written_by=__version__,
             name=name,

@@ -1,4 +1,4 @@
-"""Names in the prefix cache for blocks that a sparse prefill computes.
+"""Names of blocks that a sparse prefill computes, in the prefix cache.
 
 From the first sparse segment on, keys and values depend on what earlier tokens read. So the blocks
 there may only be found by requests that would compute the same. vLLM's own hash of a block stands

@@ -12,8 +12,8 @@ from pathlib import Path
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
-from vllm_kvselect.engine.scheduler.states import settings_of_the_choice
-from vllm_kvselect.engine.store.identity import StoreIdentity
+from vllm_kvselect.engine.states.identity import StoreIdentity
+from vllm_kvselect.engine.states.names import settings_of_the_choice
 from vllm_kvselect.planning.plan import Plan
 
 _CHUNK = 2**22
@@ -21,11 +21,6 @@ _CHUNK = 2**22
 
 def stored_name(request: Request, plan: Plan, identity: StoreIdentity) -> str | None:
     """The name of a request's compressed context in a folder.
-
-    Args:
-        request: The request, which marks one.
-        plan: Its plan.
-        identity: What the server's files belong to.
 
     Returns:
         64 hexadecimal digits; None where its context is more than tokens and an adapter in a
@@ -51,9 +46,6 @@ def stored_name(request: Request, plan: Plan, identity: StoreIdentity) -> str | 
 
 def adapter_digest(lora: LoRARequest | None) -> str | None:
     """A hash of an adapter's files, since its name may be another's after a restart.
-
-    Args:
-        lora: The request's adapter, or None.
 
     Returns:
         Hexadecimal digits, empty without an adapter; None if its files are not in a folder here, or

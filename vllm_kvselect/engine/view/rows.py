@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvselect.engine.drop.request import Request
+from vllm_kvselect.planning.cuts import Cut
 
 Indices = slice | np.ndarray
 """Indices on the host: a slice where they are consecutive, so that nothing is copied."""
@@ -22,13 +22,13 @@ class Rows(NamedTuple):
         query_start: Where each row's tokens start in the batch.
         query_lens: Tokens of the row in this step.
         seq_lens: Tokens of the request after this step.
-        requests: Request of each row.
+        cuts: The last cut that is made of each row's request, or None.
     """
 
     query_start: np.ndarray
     query_lens: np.ndarray
     seq_lens: np.ndarray
-    requests: list[Request]
+    cuts: list[Cut | None]
 
     @property
     def num_computed(self) -> np.ndarray:
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
         A chunk ends at each cut, and cuts are made between two steps: so a row is one or the other.
         """
-        return np.array([request.last_cut is not None for request in self.requests], dtype=bool)
+        return np.array([cut is not None for cut in self.cuts], dtype=bool)
 
     def tokens(self, row: int) -> slice:
         """The tokens of one row in the batch."""

@@ -5,16 +5,15 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from vllm.config import ParallelConfig
+from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.drop.memory import all_layers
 from vllm_kvselect.engine.drop.state import Made, RetentionState
 from vllm_kvselect.engine.notice import StepNotice
-from vllm_kvselect.engine.step.builder import HeadwiseBuilder
-from vllm_kvselect.engine.store.transfers import Shape, Transfers
+from vllm_kvselect.engine.states.worker_files import Shape, Transfers
+from vllm_kvselect.engine.view.memory import all_layers
 from vllm_kvselect.store.file import Stored
 from vllm_kvselect.store.folder import Folder
 
@@ -23,44 +22,46 @@ class StoredContexts:
     """What a worker has in a folder, and how it gets there and back.
 
     Args:
-        memory: The caches of all layers as one, `[num_layers * num_blocks, ...]`.
+        memory: The caches of all layers as one, `[num_layers * num_blocks, num_kv_heads, page_size,
+            ...]`.
         state: Page offsets of what is in it.
-        block_size: Tokens per block.
         transfers: The files.
     """
 
-    def __init__(
-        self, memory: torch.Tensor, state: RetentionState, block_size: int, transfers: Transfers
-    ) -> None:
-        self._memory, self._state, self._block_size = memory, state, block_size
+    def __init__(self, memory: torch.Tensor, state: RetentionState, transfers: Transfers) -> None:
+        self._memory, self._state, self._page_size = memory, state, memory.shape[2]
         self._transfers = transfers
         self._loads: dict[int, bool] = {}
 
     @classmethod
-    def of(cls, builder: HeadwiseBuilder, eviction: EvictionConfig, model: str) -> Self:
-        """Connects the layers of a builder, which is started, to the folder.
+    def of(
+        cls,
+        kv_cache: torch.Tensor,
+        state: RetentionState,
+        eviction: EvictionConfig,
+        vllm_config: VllmConfig,
+    ) -> Self:
+        """Connects the layers of a group to the folder.
 
         Args:
-            builder: The one of the layers that drop entries.
+            kv_cache: The cache of one of them.
+            state: Their state.
             eviction: The validated configuration, with a folder.
-            model: The model's name, for people who list the folder.
+            vllm_config: vLLM's.
         """
         assert eviction.context_store is not None
-        parallel: ParallelConfig = builder.vllm_config.parallel_config
-        memory = all_layers(builder.layers[0].kv_cache)
-        shape = Shape(builder.state.num_layers, tuple(memory.shape[1:]), memory.dtype)
+        memory = all_layers(kv_cache)
+        shape = Shape(state.num_layers, tuple(memory.shape[1:]), memory.dtype)
         folder = Folder(Path(eviction.context_store), eviction.context_store_bytes)
         folder.make()  # on this node
-        ranks = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
-        transfers = Transfers(folder, *ranks, Path(model).name, shape, least_of_all_ranks)
-        return cls(memory, builder.state, builder.kv_cache_spec.block_size, transfers)
+        num_ranks = vllm_config.parallel_config.tensor_parallel_size
+        ranks = get_tensor_model_parallel_rank(), num_ranks
+        model = Path(vllm_config.model_config.model).name  # for people who list the folder
+        transfers = Transfers(folder, *ranks, model, shape, least_of_all_ranks)
+        return cls(memory, state, transfers)
 
     def save(self, made: Iterable[Made]) -> None:
-        """Stores the contexts that were compressed in this step; their requests still hold them.
-
-        Args:
-            made: Cuts that were made.
-        """
+        """Stores the contexts that were compressed in this step; their requests still hold them."""
         for request, cut, *_ in made:
             name, plan = request.stored_as, request.plan
             if name is None or not plan.has_context or cut is not plan.context_cut:
@@ -68,7 +69,7 @@ class StoredContexts:
             request.stored_as = None
             if not self._transfers.may_save():
                 continue
-            end = cut.position // self._block_size
+            end = cut.position // self._page_size
             given_back, fresh = request.progress.swap
             block_ids = fresh + given_back[cut.first_of_tail * cut.per_block : end]
             places = self._places(block_ids)
@@ -78,11 +79,7 @@ class StoredContexts:
             self._transfers.save(name, pages, offsets, cut.position, plan.settings.method)
 
     def load(self, scheduled: SchedulerOutput) -> None:
-        """Follows what the scheduler says of loads, and puts what has arrived into the cache.
-
-        Args:
-            scheduled: The scheduler's message of the step that is about to be computed.
-        """
+        """Follows what the scheduler says of loads, and puts what has arrived into the cache."""
         notice = StepNotice.of(scheduled)
         self._transfers.drop(notice.dropped)
         self._transfers.begin(notice.loads)

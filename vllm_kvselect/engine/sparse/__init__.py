@@ -1,0 +1,1 @@
+"""Names and segments of sparse prefills; `worker_*.py` run in workers."""

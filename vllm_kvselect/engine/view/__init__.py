@@ -1,0 +1,1 @@
+"""The one-head view: a batch as sequences over pages of single heads."""
