@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from _engine import Job, run_child
+from peers.openvino import WORKER
+from peers.worker import Worker
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvselect.evaluation.peers.openvino import WORKER
-from vllm_kvselect.evaluation.peers.worker import Worker
 from vllm_kvselect.offline.tables import console as table_console
 
 Result = dict[str, Any]

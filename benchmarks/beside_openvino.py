@@ -14,11 +14,11 @@ from _engine import MIB, BenchmarkError, Job, default_model, run_script
 from _speeds import measure_in_turn, print_table
 from _texts import plain_prompts
 from _throughput import measure
+from peers.answers import num_entries
+from peers.environment import make_environment
+from peers.openvino import ENVIRONMENT, eviction, openvino_job
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.evaluation.peers.answers import num_entries
-from vllm_kvselect.evaluation.peers.environment import make_environment
-from vllm_kvselect.evaluation.peers.openvino import ENVIRONMENT, eviction, openvino_job
 from vllm_kvselect.machine import dtype_name, fast_dtype, machine
 from vllm_kvselect.offline.parsing import parse_number, parts
 

@@ -26,7 +26,7 @@ def test_version() -> None:
 
 def test_no_command_shows_the_help() -> None:
     result = run()
-    for command in ("tiny-model", "methods", "plan", "analyze"):
+    for command in ("tiny-model", "methods", "plan", "evaluate"):
         assert command in result.output
 
 

@@ -33,14 +33,7 @@ def calibrate(model: Path, out: Path) -> list[str]:
     return [str(model), "--dtype", "float32", *size, "--out", str(out / "probe")]
 
 
-def analyze(model: Path, out: Path) -> list[str]:
-    """A method on a text."""
-    size = ["--task", "pairs", "--length", "256", "--num-texts", "1", "--budgets", "0.5"]
-    return ["norms", "--model", str(model), *size, "--out", str(out)]
-
-
 VALID: dict[str, Callable[[Path, Path], list[str]]] = {
-    "analyze": analyze,
     "calibrate": calibrate,
     "contexts": lambda _, out: [str(out)],
     "doctor": lambda *_: [],

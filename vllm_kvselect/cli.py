@@ -18,7 +18,6 @@ from vllm_kvselect.doctor import doctor
 from vllm_kvselect.evaluation.command import evaluate
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.parsing import parse_number
-from vllm_kvselect.papers.command import analyze
 from vllm_kvselect.planning.cuts import budget_problem, cuts, whole_interval
 from vllm_kvselect.registry import AUTO, AUTO_INTERVAL, METHODS, PREFERRED
 from vllm_kvselect.scorers import SERVED
@@ -81,7 +80,6 @@ def _print_version(wanted: bool) -> None:
 
 
 _command = partial(app.command, cls=_Command)
-_command("analyze")(analyze)
 _command("evaluate")(evaluate)
 _command("calibrate")(calibrate)
 _command("doctor")(doctor)

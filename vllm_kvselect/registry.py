@@ -193,7 +193,7 @@ _FORMS = (
 KNOWN_METHODS: dict[str, Method] = {
     name: method for form in _FORMS for name, method in form.methods()
 }
-"""With those that `analyze` and `evaluate` measure off the engine, and no server accepts."""
+"""With those that are measured off the engine alone."""
 
 METHODS: dict[str, Method] = {
     name: KNOWN_METHODS[name] for names in SERVED.values() for name in names

@@ -22,28 +22,23 @@ class StandIn:
     Attributes:
         eviction: Its configuration; None for stock vLLM.
         drops: Whether it drops what it is asked to.
-        text: What it answers.
-        num_tokens: Length of its answers.
         url: Its address.
-        bodies: Requests that it answered.
+        num_answered: Requests that it answered.
     """
 
     eviction: EvictionConfig | None = field(
         default_factory=lambda: EvictionConfig(method="none", allow_override=("method", "budget"))
     )
     drops: bool = True
-    text: str = " 42"
-    num_tokens: int = 3
     url: str = ""
-    bodies: list[dict[str, Any]] = field(default_factory=list)
+    num_answered: int = 0
     num_evicted: int = 0
     num_freed: int = 0
     lock: Lock = field(default_factory=Lock)
 
     def answer(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Status and body of the response to a request."""
-        (prompt,) = [body["prompt"]] if isinstance(body["prompt"][0], int) else body["prompt"]
-        num_tokens = min(self.num_tokens, body["max_tokens"])
+        num_prompt_tokens, num_tokens = len(body["prompt"]), min(3, body["max_tokens"])
         try:
             asked = request_config(
                 self.eviction or EvictionConfig(method="adakv-perturb"), body.get("vllm_xargs")
@@ -51,20 +46,20 @@ class StandIn:
         except RequestError as error:
             return 400, {"error": {"message": str(error)}}
         with self.lock:
-            self.bodies.append(body)
-            num_freed = cuts(len(prompt), BLOCK_SIZE, asked).num_freed(len(prompt))
+            self.num_answered += 1
+            num_freed = cuts(num_prompt_tokens, BLOCK_SIZE, asked).num_freed(num_prompt_tokens)
             if self.eviction and self.drops and num_tokens > 1 and num_freed:
                 self.num_evicted += 1
                 self.num_freed += num_freed
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": num_tokens}
-        return 200, {"choices": [{"index": 0, "text": self.text}], "usage": usage}
+        usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_tokens}
+        return 200, {"choices": [{"index": 0, "text": " 42"}], "usage": usage}
 
     @property
     def metrics(self) -> str:
         """The Prometheus text."""
         lines = [
             f'vllm:cache_config_info{{engine="0",num_gpu_blocks="9",block_size="{BLOCK_SIZE}"}} 1',
-            f'vllm:request_success_total{{engine="0",model_name="m"}} {len(self.bodies)}',
+            f'vllm:request_success_total{{engine="0",model_name="m"}} {self.num_answered}',
         ]
         if self.eviction:
             lines += [

@@ -1,6 +1,9 @@
 """The served engine, with one server for all tests: answers, checks, and lm-evaluation-harness."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,15 +11,17 @@ from typing import Any
 
 import httpx
 import pytest
-import wonderwords
+import yaml
 from transformers import PreTrainedTokenizerBase
+from typer.testing import CliRunner
 
+from vllm_kvselect.cli import app
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.evaluation import cut_check, off_engine, served
 from vllm_kvselect.evaluation.cut_check import CutCheck
 from vllm_kvselect.evaluation.endpoint import Endpoint, Needs, endpoint, request_settings
 from vllm_kvselect.evaluation.examples import Example
-from vllm_kvselect.evaluation.metrics import METRICS
+from vllm_kvselect.evaluation.predictions import read
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.evaluation.suites.given_answers import given_answers
 from vllm_kvselect.evaluation.suites.needles import needles
@@ -24,6 +29,7 @@ from vllm_kvselect.evaluation.suites.own_answers import own_answers
 from vllm_kvselect.evaluation.suites.stories import stories
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.tasks import SCENARIOS
+from vllm_kvselect.tiny_model import tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("evaluation")]  # one server for all
 
@@ -207,58 +213,66 @@ def test_what_cannot_be_measured_on_a_running_server_is_refused(
         next(served.answer(config, needles(config, tokenizer), set()))
 
 
-@pytest.fixture
-def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the keys that lm-evaluation-harness draws: all six million pairs take a gigabyte."""
+def task_of(examples: list[Example], tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
+    """The same prompts as a task of lm-evaluation-harness."""
+    documents = [
+        {"prompt": tokenizer.decode(each.prompt), "digits": each.references[0]} for each in examples
+    ]
+    for example, document in zip(examples, documents, strict=True):
+        assert tuple(tokenizer(document["prompt"]).input_ids) == example.prompt
+    (folder / "needles.json").write_text("\n".join(map(json.dumps, documents)))
+    digits = [{"function": "regex", "regex_pattern": r"^\s*(\d{7})"}, {"function": "take_first"}]
+    task = {
+        "task": "needles",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "needles.json")}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{digits}}",
+        "generation_kwargs": {"max_gen_toks": examples[0].max_tokens, "until": []},
+        "filter_list": [{"name": "digits", "filter": digits}],
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    (folder / "needles.yaml").write_text(yaml.safe_dump(task))
+    return folder / "needles.yaml"
 
-    def init(self: wonderwords.RandomWord) -> None:
-        init_all(self)
-        self._categories = {name: words[:200] for name, words in self._categories.items()}
 
-    init_all = wonderwords.RandomWord.__init__
-    monkeypatch.setattr(wonderwords.RandomWord, "__init__", init)
+def lm_eval(server: Endpoint, task: Path, **xargs: Any) -> tuple[float, list[str]]:
+    """Score and answers as lm-evaluation-harness's own command line gives them."""
+    out = task.parent / "theirs"
+    model = {"model": server.model, "tokenizer": str(tiny_model()), "max_length": MAX_MODEL_LEN}
+    model |= {"base_url": f"{server.url}/v1/completions", "num_concurrent": 4}
+    command = [Path(sys.executable).with_name("lm_eval"), "--model", "local-completions"]
+    command += ["--model_args", json.dumps(model), "--tasks", str(task), "--log_samples"]
+    command += ["--gen_kwargs", json.dumps({"vllm_xargs": xargs}), "--output_path", str(out)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(task.parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (results,), (samples,) = out.rglob("results_*.json"), out.rglob("samples_*.jsonl")
+    answered = map(json.loads, samples.read_text().splitlines())
+    in_order = sorted(answered, key=lambda sample: sample["doc_id"])
+    score = json.loads(results.read_text())["results"]["needles"]["exact_match,digits"]
+    return score, [each["resps"][0][0] for each in in_order]
 
 
-@pytest.mark.usefixtures("few_words")
 def test_lm_evaluation_harness_gets_the_same_answers_and_scores(
-    server: Endpoint, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    server: Endpoint, tokenizer: PreTrainedTokenizerBase, examples: list[Example], tmp_path: Path
 ) -> None:
-    from vllm_kvselect.evaluation import harness
-    from vllm_kvselect.evaluation.harness_tasks import examples as examples_of
+    check = CutCheck(server.url)
+    task = task_of(examples, tokenizer, tmp_path)
+    theirs = lm_eval(server, task, kv_eviction="snapkv", kv_eviction_budget=BUDGET)
+    for example in examples:
+        check.note(len(example.prompt), example.max_tokens, SMALL)
+    check.check()
 
-    task = "niah_single_1"
-    config = parse(
-        suite="harness",
-        url=server.url,
-        tasks=(task,),
-        lengths=(512, 640),
-        num_examples=2,
-        max_tokens=24,
-        methods=("snapkv",),
-        budgets=(BUDGET,),
-        out=tmp_path,
-    )
-    theirs = list(harness.run(config))
-    samples = []
-    for name in ("none", f"snapkv-{BUDGET}"):
-        lines = (tmp_path / "harness" / f"{name}-samples.jsonl").read_text().splitlines()
-        samples.append([json.loads(line) for line in lines])
-    same = examples_of(task, samples[0], tokenizer)
-    assert [example.length for example in same] == [512, 512, 640, 640]
-    ours = list(served.answer(config, same, set()))
-
-    for index, (scores, logged) in enumerate(zip(theirs, samples, strict=True)):
-        answers = [predictions[index] for predictions in ours]
-        assert [answer.text for answer in answers] == [each["resps"][0][0] for each in logged]
-        scores.sort(key=lambda score: int(score.metric))
-        for score, length in zip(scores, (512, 640), strict=True):
-            pairs = [each for each in zip(same, answers, strict=True) if each[0].length == length]
-            values = [
-                METRICS[example.metric](answer.text, example.references, ())
-                for example, answer in pairs
-            ]
-            assert (score.metric, score.num_prompts) == (str(length), len(pairs))
-            assert score.value == sum(values) / 2
-            assert score.setting == answers[index].setting
-            assert score.retained == pytest.approx(sum(answer.retained for _, answer in pairs) / 2)
-    assert theirs[0][0].value == 1.0, "the full cache finds the number"
+    command = ["evaluate", "needles", "--through", "engine", "--url", server.url]
+    command += ["--methods", "snapkv", "--budgets", str(BUDGET), "--set", f"window={WINDOW}"]
+    command += ["--lengths", "450", "--num-examples", "5"]
+    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "ours")])
+    assert result.exit_code == 0, result.output
+    answers = list(read(tmp_path / "ours" / "predictions.jsonl"))
+    rows = json.loads((tmp_path / "ours" / "scores.json").read_text())["rows"]
+    ours = {row["method"]: row["scores"]["needle"] for row in rows}
+    assert theirs == (ours["snapkv"], [each.text for each in answers if each.method == "snapkv"])
+    assert ours["none"] > ours["snapkv"], "no setting changes a score: nothing is compared"

@@ -2,19 +2,24 @@
 
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
+from analyze import main
 from matplotlib.image import imread
+from papers import bound
+from papers.quantities import theta
+from papers.settings import ANALYSIS_NAMES, DEFAULTS, AnalysisName
 from typer.testing import CliRunner, Result
 
 from tests.offline.conftest import NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS
-from vllm_kvselect.cli import app
-from vllm_kvselect.papers import bound
-from vllm_kvselect.papers.quantities import theta
-from vllm_kvselect.papers.settings import ANALYSIS_NAMES, DEFAULTS, AnalysisName
+from vllm_kvselect.config import ConfigError
+from vllm_kvselect.offline.errors import EvaluationError
 
+ROOT = Path(__file__).parents[2]
 FIGURES = {
     "perturbation": {"heads", "layers", "shares"},
     "assumption": {"heads", "budgets"},
@@ -27,7 +32,9 @@ FIGURES = {
 
 
 def run(analysis: str, *options: str) -> Result:
-    return CliRunner().invoke(app, ("analyze", analysis, *options))
+    app = typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, (analysis, *options))
 
 
 def small(folder: Path, out: Path, *options: str) -> tuple[str, ...]:
@@ -133,8 +140,8 @@ def test_bound_that_does_not_hold_is_an_error(
 ) -> None:
     monkeypatch.setattr(bound, "theta", lambda *arguments: 0.1 * theta(*arguments))
     result = run("bound", *small(llama_folder, tmp_path, "--budgets", "0.2"))
-    assert result.exit_code == 2
-    assert "error: a perturbation exceeds theta" in result.stderr
+    assert isinstance(result.exception, EvaluationError)
+    assert str(result.exception).startswith("a perturbation exceeds theta")
 
 
 def test_alpha_agrees_with_perturbation(llama_folder: Path, tmp_path: Path) -> None:
@@ -166,23 +173,17 @@ def test_alpha_agrees_with_perturbation(llama_folder: Path, tmp_path: Path) -> N
         (("--model", "/nowhere"), "cannot load nowhere with transformers"),
     ],
 )
-def test_refused_value_is_one_line_on_stderr(options: tuple[str, str], named: str) -> None:
+def test_a_refused_value_is_told_in_one_line(options: tuple[str, str], named: str) -> None:
     result = run("perturbation", *options)
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: {named}")
+    assert isinstance(result.exception, ConfigError | EvaluationError)
+    assert str(result.exception).startswith(named)
+    assert "\n" not in str(result.exception)
+
+
+def test_the_script_tells_it_on_stderr() -> None:
+    command = [sys.executable, "benchmarks/analyze.py", "bound", "--set", "speed=1"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: unknown key 'speed'")
     assert result.stderr.count("\n") == 1
-
-
-def test_missing_package_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [
-        name
-        for name in sys.modules
-        if name.startswith(("vllm_kvselect.offline.", "vllm_kvselect.papers."))
-    ]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    result = run("perturbation")
-    assert result.exit_code == 2
-    assert result.stderr == (
-        "error: the analysis needs matplotlib.figure: pip install '.[eval]' in a checkout\n"
-    )

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
-
-from vllm_kvselect.papers.figures import Axes, Scale, curves, heat_maps
+from papers.figures import Axes, Scale, curves, heat_maps
 
 
 @pytest.mark.parametrize("num_panels", [1, 4, 6])

@@ -6,11 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-from tests import oracle
-from tests.strategies import few
-from vllm_kvselect.offline.capture import Layer
-from vllm_kvselect.papers.quantities import (
+from papers.quantities import (
     distance,
     following_attention,
     head_outputs,
@@ -19,6 +15,10 @@ from vllm_kvselect.papers.quantities import (
     retained_attention,
     theta,
 )
+
+from tests import oracle
+from tests.strategies import few
+from vllm_kvselect.offline.capture import Layer
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
 HEAD_SIZE, HIDDEN_SIZE = 4, 6

@@ -1,7 +1,6 @@
 import pytest
+from papers.settings import ANALYSIS_NAMES, DEFAULTS, AnalysisConfig
 from pydantic import ValidationError
-
-from vllm_kvselect.papers.settings import ANALYSIS_NAMES, DEFAULTS, AnalysisConfig
 
 
 @pytest.mark.parametrize("analysis", ANALYSIS_NAMES)

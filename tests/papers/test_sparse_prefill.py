@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from papers.settings import AnalysisConfig
+from papers.sparse_prefill import RULES, measure_sparse_prefill
+from papers.study import Study
 
 from vllm_kvselect.offline.errors import EvaluationError
-from vllm_kvselect.papers.settings import AnalysisConfig
-from vllm_kvselect.papers.sparse_prefill import RULES, measure_sparse_prefill
-from vllm_kvselect.papers.study import Study
 
 
 def rules(folder: Path, **values: Any) -> dict[str, dict[str, float]]:

@@ -1,6 +1,5 @@
 import torch
-
-from vllm_kvselect.papers.statistics import (
+from papers.statistics import (
     interval_text,
     rounded,
     share_interval,

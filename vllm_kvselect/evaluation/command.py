@@ -50,7 +50,7 @@ def evaluate(
         str, typer.Option(help="By commas: 0.25 of the prompt, or entries.")
     ] = ",".join(map(str, _DEFAULTS.budgets)),
     through: Annotated[
-        str, typer.Option(help="engine: vLLM over HTTP; model: off the engine; kvpress, openvino.")
+        str, typer.Option(help="engine: vLLM over HTTP; model: off the engine.")
     ] = _DEFAULTS.through,
     url: Annotated[str, typer.Option(help="A running server; by default one is started.")] = "",
     block_size: Annotated[
@@ -79,7 +79,6 @@ def evaluate(
     stories: how long answers become that the model ends itself.
     needles: a number hidden in prose, by depth and length. ruler: RULER's 13 tasks. longbench:
     LongBench's 16 English sets. long-answers: instructions, compared with the full cache's answers.
-    harness: lm-evaluation-harness's own tasks against the served engine.
 
     A run that was interrupted goes on where it was when it is started again.
     """
@@ -102,6 +101,5 @@ def evaluate(
 
     values["methods"] = [named(each, model, values["eviction"]) for each in values["methods"]]
     config = EvaluationConfig.parse(values | {"suite": suite.value})
-    paths = run.harness(config) if config.suite == "harness" else run.suite(config, also or [])
-    for path in paths:
+    for path in run.suite(config, also or []):
         typer.echo(path)

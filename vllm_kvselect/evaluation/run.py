@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from vllm_kvselect.evaluation import off_engine, report, served
 from vllm_kvselect.evaluation.examples import Example
-from vllm_kvselect.evaluation.peers import kvpress, openvino
 from vllm_kvselect.evaluation.predictions import read, write
 from vllm_kvselect.evaluation.scores import scored
 from vllm_kvselect.evaluation.settings import EvaluationConfig, SuiteName
@@ -37,12 +36,7 @@ SUITES: "dict[SuiteName, Suite]" = {
     "longbench": longbench,
     "long-answers": long_answers,
 }
-RUNNERS = {
-    "engine": served.answer,
-    "model": off_engine.answer,
-    "kvpress": kvpress.answer,
-    "openvino": openvino.answer,
-}
+RUNNERS = {"engine": served.answer, "model": off_engine.answer}
 
 
 def suite(config: EvaluationConfig, also: Sequence[Path] = ()) -> list[Path]:
@@ -76,28 +70,6 @@ def suite(config: EvaluationConfig, also: Sequence[Path] = ()) -> list[Path]:
     paths = report.write(frame, config, time.perf_counter() - started)
     report.show(frame)
     return paths
-
-
-def harness(config: EvaluationConfig) -> list[Path]:
-    """Runs lm-evaluation-harness's tasks against the served engine, and reports.
-
-    Args:
-        config: What is asked.
-
-    Returns:
-        The files written.
-
-    Raises:
-        EvaluationError: If a task does not generate, or the server cannot be started or used.
-    """
-    # Here, because lm-evaluation-harness loads for seconds.
-    from vllm_kvselect.evaluation import harness as lm_evaluation_harness
-    from vllm_kvselect.evaluation import harness_report
-
-    config.out.mkdir(parents=True, exist_ok=True)
-    scores = [each for some in lm_evaluation_harness.run(config) for each in some]
-    harness_report.show(scores)
-    return harness_report.write(scores, config)
 
 
 def _claim(config: EvaluationConfig, examples: Sequence[Example]) -> None:

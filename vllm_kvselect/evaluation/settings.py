@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_kvselect.config import EvictionConfig, Prefill
-from vllm_kvselect.evaluation.peer_methods import PEER_METHODS
 from vllm_kvselect.evaluation.predictions import Setting
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.parsing import parsed, refuse_context, variant
@@ -22,10 +21,11 @@ SuiteName = Literal[
     "ruler",
     "longbench",
     "long-answers",
-    "harness",
 ]
 SUITE_NAMES: tuple[SuiteName, ...] = get_args(SuiteName)
-Through = Literal["engine", "model", "kvpress", "openvino"]
+ENGINE_SUITES = ("own-answers", "stories")
+"""Whose answers are sampled, and read along under decode budgets."""
+Through = Literal["engine", "model"]
 FULL = "none"
 """The method of the full cache, which every other one is compared with."""
 
@@ -49,8 +49,8 @@ class EvaluationConfig(BaseModel):
             with a field of `EvictionConfig` changed. `parse` takes names alone, no `auto`.
         against: The method that differences are to, at the same budget; the full cache by default.
         budgets: As in `EvictionConfig`.
-        through: Who answers: `engine`, vLLM over HTTP; `model`, transformers with the entries that
-            the methods retain; or a peer with methods of its own.
+        through: Who answers: `engine`, vLLM over HTTP; or `model`, transformers with the entries
+            that the methods retain.
         url: A running server; empty to start one.
         block_size: Tokens per block, off the engine. 32 is the engine's.
         dtype: Of weights and activations; empty for `machine.default_dtype`.
@@ -103,18 +103,6 @@ class EvaluationConfig(BaseModel):
             raise EvaluationError(
                 f"--against {config.against} is not measured: add it to --methods"
             )
-        if config.suite == "harness" and config.scenarios != ("regular",):
-            raise EvaluationError(
-                "lm-evaluation-harness does not tell texts and questions apart; leave --scenarios "
-                "out, or take another suite"
-            )
-        if config.suite == "harness" and config.against != FULL:
-            raise EvaluationError("the harness compares nothing: leave out --against")
-        if config.suite == "harness" and config.through != "engine":
-            raise EvaluationError(
-                "lm-evaluation-harness asks a server: add --through engine; to measure off the "
-                "engine take another suite"
-            )
         if config.url and config.through != "engine":
             raise EvaluationError("--url names a server: add --through engine")
         if config.kv_cache_dtype != "auto" and (config.url or config.through != "engine"):
@@ -122,13 +110,11 @@ class EvaluationConfig(BaseModel):
                 "--kv-cache-dtype is of a server that is started here: add --through engine, and "
                 "leave --url out"
             )
-        if config.suite in ("own-answers", "stories") and config.through != "engine":
+        if config.suite in ENGINE_SUITES and config.through != "engine":
             raise EvaluationError(
                 f"{config.suite} are for decode budgets, which are the engine's: add --through "
                 "engine"
             )
-        if config.through in PEER_METHODS:
-            config._refuse_for_peers()
         for name in config.methods if config.through == "engine" else ():
             method, changes = variant(name)
             if problem := not_served(method):
@@ -148,26 +134,8 @@ class EvaluationConfig(BaseModel):
                 )
         return config
 
-    def _refuse_for_peers(self) -> None:
-        known = PEER_METHODS[self.through]
-        for name in self.methods:
-            if name not in (FULL, *known):
-                raise EvaluationError(
-                    f"{self.through} has no method {name!r}; there are {', '.join(known)}"
-                )
-        if self.eviction:
-            raise EvaluationError(f"--set changes our methods, not those of {self.through}")
-        if self.through == "openvino" and "context-only" in self.scenarios:
-            raise EvaluationError(
-                "OpenVINO cannot compress a text apart from its question: leave --scenarios out"
-            )
-        if self.through == "openvino" and self.suite == "given-answers":
-            raise EvaluationError("OpenVINO does not tell likelihoods: take another suite")
-
     def evictions(self) -> list[EvictionConfig]:
         """Every method at every budget, methods first; the full cache is not among them."""
-        if self.through in PEER_METHODS:
-            return []
         return [eviction for _, eviction in self._choices()]
 
     def settings(self, scenario: Scenario) -> list[Setting]:
@@ -185,8 +153,7 @@ class EvaluationConfig(BaseModel):
         for name in self.methods:
             if name == FULL:
                 continue
-            # Of a peer's method only the budget is ours to read.
-            method, changes = ("random", {}) if self.through in PEER_METHODS else variant(name)
+            method, changes = variant(name)
             # Without eviction there is no budget, but a prefill may be sparse.
             for budget in self.budgets if method != FULL else self.budgets[:1]:
                 values = {**self.eviction, "method": method, "budget": budget, **changes}

@@ -5,12 +5,12 @@ from collections import defaultdict
 import torch
 from matplotlib.figure import Figure
 
+from papers.figures import Axes, Curves, Scale, curves, heat_maps
+from papers.report import Findings
+from papers.settings import AnalysisConfig
+from papers.statistics import rounded
+from papers.study import Setting, Study
 from vllm_kvselect.offline.retained import retained_entries
-from vllm_kvselect.papers.figures import Axes, Curves, Scale, curves, heat_maps
-from vllm_kvselect.papers.report import Findings
-from vllm_kvselect.papers.settings import AnalysisConfig
-from vllm_kvselect.papers.statistics import rounded
-from vllm_kvselect.papers.study import Setting, Study
 
 ALPHAS = tuple(step / 10 for step in range(11))
 """The last is one stage: everything is retained by score."""

@@ -7,18 +7,18 @@ Budgets count as the plugin's: a compression ratio of 1 - budget of the prompt t
 
 from collections.abc import Container, Iterator, Sequence
 
-from vllm_kvselect.evaluation.examples import Example, refuse_without_questions
-from vllm_kvselect.evaluation.peers.answers import (
+from peers.answers import (
+    PeerConfig,
     Reply,
     answer_all,
     end_tokens,
     example_job,
     num_entries,
 )
-from vllm_kvselect.evaluation.peers.environment import Environment, make_environment
-from vllm_kvselect.evaluation.peers.worker import Worker
+from peers.environment import Environment, make_environment
+from peers.worker import Worker
+from vllm_kvselect.evaluation.examples import Example, refuse_without_questions
 from vllm_kvselect.evaluation.predictions import Prediction, Setting
-from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.offline.models import load_tokenizer, model_folder
 
 ENVIRONMENT = Environment(
@@ -30,7 +30,7 @@ ROUNDING = 1e-9
 
 
 def answer(
-    config: EvaluationConfig, examples: Sequence[Example], done: Container[tuple[str, Setting]]
+    config: PeerConfig, examples: Sequence[Example], done: Container[tuple[str, Setting]]
 ) -> Iterator[list[Prediction]]:
     """Answers every example in every setting, with a progress bar on stderr.
 

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from papers.report import Findings
+from papers.settings import AnalysisConfig
+from papers.study import Study
 from vllm_kvselect.config import EvictionConfig, Prefill
 from vllm_kvselect.offline.attention import OutputProjections, attention_replaced
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.texts import read_texts
-from vllm_kvselect.papers.report import Findings
-from vllm_kvselect.papers.settings import AnalysisConfig
-from vllm_kvselect.papers.study import Study
 from vllm_kvselect.planning.cuts import Cuts
 from vllm_kvselect.planning.segments import Segments, sparse_segments
 from vllm_kvselect.prefilling.blocks import ChosenBlocks, most_critical

@@ -5,14 +5,14 @@ from collections import defaultdict
 import torch
 from matplotlib.figure import Figure
 
+from papers.figures import Axes, Curves, Scale, curves, heat_maps
+from papers.quantities import mass, retained_attention
+from papers.report import Findings
+from papers.settings import AnalysisConfig
+from papers.statistics import rounded
+from papers.study import Sample, Setting, Study
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.offline.retained import stage_1_entries, tail_entries
-from vllm_kvselect.papers.figures import Axes, Curves, Scale, curves, heat_maps
-from vllm_kvselect.papers.quantities import mass, retained_attention
-from vllm_kvselect.papers.report import Findings
-from vllm_kvselect.papers.settings import AnalysisConfig
-from vllm_kvselect.papers.statistics import rounded
-from vllm_kvselect.papers.study import Sample, Setting, Study
 
 HALF = 0.5
 """Above it the factor `2 - 1 / sum(N A)` of the bound is positive, and stage 2 lowers the bound."""

@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.figure import Figure
 
-from vllm_kvselect.offline.retained import retained_entries
-from vllm_kvselect.papers.figures import Axes, Curves, Scale, curves, heat_maps
-from vllm_kvselect.papers.quantities import distance
-from vllm_kvselect.papers.report import Findings
-from vllm_kvselect.papers.settings import AnalysisConfig
-from vllm_kvselect.papers.statistics import (
+from papers.figures import Axes, Curves, Scale, curves, heat_maps
+from papers.quantities import distance
+from papers.report import Findings
+from papers.settings import AnalysisConfig
+from papers.statistics import (
     interval_text,
     rounded,
     share_interval,
     share_lower,
 )
-from vllm_kvselect.papers.study import Setting, Study
+from papers.study import Setting, Study
+from vllm_kvselect.offline.retained import retained_entries
 
 
 class _Moved(NamedTuple):

@@ -9,6 +9,14 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from papers.quantities import (
+    Metric,
+    distance,
+    following_attention,
+    head_outputs,
+    retained_attention,
+)
+from papers.settings import AnalysisConfig
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.offline.capture import Continuation, capture, continue_prompt
 from vllm_kvselect.offline.models import load_model, load_tokenizer
@@ -18,14 +26,6 @@ from vllm_kvselect.offline.replayed import replayed
 from vllm_kvselect.offline.retained import Prompt
 from vllm_kvselect.offline.tasks import TASKS, Case, Scenario
 from vllm_kvselect.offline.texts import read_texts
-from vllm_kvselect.papers.quantities import (
-    Metric,
-    distance,
-    following_attention,
-    head_outputs,
-    retained_attention,
-)
-from vllm_kvselect.papers.settings import AnalysisConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
-
-from vllm_kvselect.evaluation.peers.lines import serve
+from peers.lines import serve
 
 Job = dict[str, Any]
 

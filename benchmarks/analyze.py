@@ -1,4 +1,7 @@
-"""`vllm-kvselect analyze`: the papers' analysis from the command line."""
+"""The papers' analysis: what eviction does to the attention of a transformers model.
+
+docs/research.md has what it found.
+"""
 
 import time
 from enum import StrEnum
@@ -6,16 +9,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from _engine import run_script
+from papers import report
+from papers.analyses import ANALYSES
+from papers.settings import ANALYSIS_NAMES, AnalysisConfig
+from papers.study import Study
 
-from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.parsing import assignment, parse_number, parts
-from vllm_kvselect.papers.settings import ANALYSIS_NAMES, AnalysisConfig
 
 _Analysis = StrEnum("_Analysis", [(name, name) for name in ANALYSIS_NAMES])  # type: ignore[misc]
 _DEFAULTS = AnalysisConfig(analysis="perturbation")
 
 
-def analyze(
+def main(
     analysis: Annotated[_Analysis, typer.Argument(help="What to look at; see docs/research.md.")],
     model: Annotated[str, typer.Option(help="Model folder; by default the small model.")] = "",
     texts: Annotated[
@@ -46,7 +52,7 @@ def analyze(
         Path, typer.Option(help="Folder for record, table and figures.")
     ] = _DEFAULTS.out,
 ) -> None:
-    """Measure on a model and real texts what eviction does to its attention.
+    """Measures on a model and real texts what eviction does to its attention.
 
     perturbation: how far head outputs and hidden states move. assumption: the attention that stage
     1 gathers. bound: perturbation over its upper bound. alpha: the share of stage 1. metric: other
@@ -61,16 +67,6 @@ def analyze(
     values["budgets"] = [parse_number(each) for each in parts(budgets)]
     values["eviction"] = dict(map(assignment, setting or []))
     config = AnalysisConfig.parse(values | {"analysis": analysis.value})
-
-    # Here, because they need torch, transformers and matplotlib; other commands answer without.
-    try:
-        from vllm_kvselect.papers import report
-        from vllm_kvselect.papers.analyses import ANALYSES
-        from vllm_kvselect.papers.study import Study
-    except ModuleNotFoundError as error:
-        remedy = "pip install '.[eval]' in a checkout"
-        raise EvaluationError(f"the analysis needs {error.name}: {remedy}") from None
-
     config.out.mkdir(parents=True, exist_ok=True)  # what cannot be written is told before the work
     started = time.perf_counter()
     study = Study(config)
@@ -79,3 +75,7 @@ def analyze(
     report.show(findings)
     for path in paths:
         typer.echo(path)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -9,10 +9,10 @@ from typing import Any
 
 import kvpress  # noqa: F401 - lets transformers' attention leave out entries of a head
 import torch
+from peers.lines import serve
+from peers.methods import make_press
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from vllm_kvselect.evaluation.peer_methods import make_press
-from vllm_kvselect.evaluation.peers.lines import serve
 from vllm_kvselect.offline.answers import forced
 
 Job = dict[str, Any]

@@ -10,11 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from vllm_kvselect.evaluation.peers.environment import python_of
+import vllm_kvselect
+from peers.environment import python_of
 from vllm_kvselect.evaluation.server import stop, tail
 from vllm_kvselect.offline.errors import EvaluationError
 
-PACKAGE = Path(__file__).resolve().parents[2]
+VISIBLE = tuple(Path(each).resolve().parent for each in (vllm_kvselect.__file__, __file__))
+"""What workers import needs no installation in their environments."""
 WORKERS = Path(__file__).with_name("workers")
 
 
@@ -27,10 +29,10 @@ class Worker:
     """
 
     def __init__(self, environment: Path, script: str) -> None:
-        # What workers import of the package needs no installation there, and nothing that lies
-        # beside it here may be found.
+        # Nothing else that lies beside these here may be found.
         self._beside = tempfile.TemporaryDirectory()
-        Path(self._beside.name, PACKAGE.name).symlink_to(PACKAGE, target_is_directory=True)
+        for folder in VISIBLE:
+            Path(self._beside.name, folder.name).symlink_to(folder, target_is_directory=True)
         # `__exit__` closes it, after the child: no `with` for SIM115.
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._child = subprocess.Popen(

@@ -2,10 +2,10 @@
 
 import torch
 
+from papers.report import Findings
+from papers.statistics import rounded
+from papers.study import Study
 from vllm_kvselect.offline.capture import Layer
-from vllm_kvselect.papers.report import Findings
-from vllm_kvselect.papers.statistics import rounded
-from vllm_kvselect.papers.study import Study
 from vllm_kvselect.scoring.value_norms import projected_value_l2_norms, projected_value_norms
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from papers.settings import DEFAULTS, AnalysisConfig
 from vllm_kvselect.offline import tables
 from vllm_kvselect.offline.texts import describe
-from vllm_kvselect.papers.settings import DEFAULTS, AnalysisConfig
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,7 +78,7 @@ def show(findings: Findings) -> None:
 
 def command(config: AnalysisConfig) -> str:
     """The command line that makes this analysis; defaults are left out."""
-    words = ("vllm-kvselect", "analyze", config.analysis)
+    words = ("python", "benchmarks/analyze.py", config.analysis)
     defaults = dict.fromkeys(("analysis", "eviction")) | DEFAULTS[config.analysis]._asdict()
     return tables.command_line(words, config, config.eviction, defaults)
 

@@ -5,10 +5,8 @@ from collections import defaultdict
 import torch
 from matplotlib.figure import Figure
 
-from vllm_kvselect.offline.errors import EvaluationError
-from vllm_kvselect.offline.retained import retained_entries
-from vllm_kvselect.papers.figures import Axes, Curves, Scale, curves, heat_maps
-from vllm_kvselect.papers.quantities import (
+from papers.figures import Axes, Curves, Scale, curves, heat_maps
+from papers.quantities import (
     distance,
     following_attention,
     head_outputs,
@@ -16,10 +14,12 @@ from vllm_kvselect.papers.quantities import (
     retained_attention,
     theta,
 )
-from vllm_kvselect.papers.report import Findings
-from vllm_kvselect.papers.settings import AnalysisConfig
-from vllm_kvselect.papers.statistics import rounded, share_lower
-from vllm_kvselect.papers.study import Sample, Setting, Study
+from papers.report import Findings
+from papers.settings import AnalysisConfig
+from papers.statistics import rounded, share_lower
+from papers.study import Sample, Setting, Study
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.retained import retained_entries
 
 _ROUNDING = 1e-9
 """What float64 may put the perturbation above a bound that it reaches, relative to the bound."""

@@ -5,18 +5,18 @@ from collections import defaultdict
 import torch
 from matplotlib.figure import Figure
 
-from vllm_kvselect.offline.retained import retained_entries
-from vllm_kvselect.papers.figures import Scale, heat_maps
-from vllm_kvselect.papers.quantities import METRICS, Metric
-from vllm_kvselect.papers.report import Findings
-from vllm_kvselect.papers.settings import AnalysisConfig
-from vllm_kvselect.papers.statistics import (
+from papers.figures import Scale, heat_maps
+from papers.quantities import METRICS, Metric
+from papers.report import Findings
+from papers.settings import AnalysisConfig
+from papers.statistics import (
     interval_text,
     rounded,
     share_interval,
     share_lower,
 )
-from vllm_kvselect.papers.study import Setting, Study
+from papers.study import Setting, Study
+from vllm_kvselect.offline.retained import retained_entries
 
 Distances = dict[tuple[Setting, Metric], torch.Tensor]
 """`[num_texts, num_layers, num_heads]`."""

@@ -10,18 +10,18 @@ from typing import Any
 from filelock import FileLock
 from rich.console import Console
 
-from vllm_kvselect.evaluation.examples import Example
-from vllm_kvselect.evaluation.peers.answers import (
+from peers.answers import (
+    PeerConfig,
     Reply,
     answer_all,
     end_tokens,
     example_job,
     num_entries,
 )
-from vllm_kvselect.evaluation.peers.environment import Environment, make_environment, run_command
-from vllm_kvselect.evaluation.peers.worker import Worker
+from peers.environment import Environment, make_environment, run_command
+from peers.worker import Worker
+from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.predictions import Prediction, Setting
-from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.models import load_tokenizer, model_folder
 
@@ -54,7 +54,7 @@ LEAST = 3 * BLOCK_SIZE
 
 
 def answer(
-    config: EvaluationConfig, examples: Sequence[Example], done: Container[tuple[str, Setting]]
+    config: PeerConfig, examples: Sequence[Example], done: Container[tuple[str, Setting]]
 ) -> Iterator[list[Prediction]]:
     """Answers every example in every setting, with a progress bar on stderr.
 
@@ -203,4 +203,4 @@ def share_retained(num_tokens: int, options: dict[str, Any] | None) -> float:
     size = options["max_cache_size"] + options["kvcrush_blocks"] * BLOCK_SIZE
     if num_tokens < options["max_cache_size"] + BLOCK_SIZE:
         return 1.0
-    return (size + num_tokens % BLOCK_SIZE) / num_tokens
+    return float((size + num_tokens % BLOCK_SIZE) / num_tokens)
