@@ -9,7 +9,14 @@ from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.step.sequences import HeadwiseBatch
 from vllm_kvselect.engine.step.split import Decodes
 from vllm_kvselect.kernels.base import Kernels
-from vllm_kvselect.paging.order import Orders
+from vllm_kvselect.paging.order import (
+    MOST_SHARED,
+    MOST_VECTORS,
+    Orders,
+    Schedules,
+    Sharing,
+    padded,
+)
 from vllm_kvselect.paging.page_table import PageTable
 
 
@@ -27,7 +34,9 @@ def buffer_bytes(
     """Bytes of `HeadwiseTables`; only its smallest part grows with the number of layers."""
     table = num_kv_heads * (table_width(max_model_len, block_size) + 2 + 2 * num_layers)
     offsets = num_layers * (num_kv_heads + 1)
-    apart = num_layers * (1 + -max_num_seqs * num_kv_heads % 4)
+    num_sequences = max_num_seqs * num_kv_heads
+    schedule = MOST_VECTORS * padded(min(num_sequences, MOST_SHARED)) + 4
+    apart = num_layers * (1 + padded(num_sequences) - num_sequences + schedule)
     return 4 * (max_num_seqs * (table + offsets + 4) + apart + 1)
 
 
@@ -45,6 +54,7 @@ class HeadwiseTables:
         block_size: Tokens per block.
         kernels: What computes the parts of a choice.
         any_order: Whether attention takes the sequences of one query in any order.
+        sharing: How it shares them out, if it may be told.
     """
 
     def __init__(
@@ -55,8 +65,10 @@ class HeadwiseTables:
         block_size: int,
         kernels: Kernels,
         any_order: bool = False,
+        sharing: Sharing | None = None,
     ) -> None:
-        self._state, self._block_size, self._any_order = state, block_size, any_order
+        self._state, self._block_size = state, block_size
+        self._any_order, self._sharing = any_order, sharing
         self._build, self._longest_first = kernels.headwise_page_table, kernels.longest_first
         num_layers, num_offsets = state.offsets.shape[1:]
         self.num_kv_heads = num_offsets - 1
@@ -68,8 +80,10 @@ class HeadwiseTables:
         self._width = table_width(max_model_len, block_size)
         self._pages = zeros(num_sequences * self._width)
         # Triton compiles once more for pointers that are no multiple of 16 bytes.
-        self._lengths = zeros(num_layers, num_sequences + -num_sequences % 4)
+        self._lengths = zeros(num_layers, padded(num_sequences))
         self._sequences = zeros(num_layers, num_sequences + 1)
+        most_shared = padded(min(num_sequences, MOST_SHARED))
+        self._schedules = zeros(num_layers, MOST_VECTORS * most_shared + 4)
         self._ones = zeros(num_sequences).fill_(1)
         self._cuts = zeros(2, max_num_seqs)
         self._blocks = zeros(max_num_seqs, dtype=torch.int64)
@@ -157,9 +171,16 @@ class HeadwiseTables:
             rows, num_sequences = batch.rows, self._num_sequences(batch)
             assert rows.offsets is not None
             of_all = self._sequences[:, : num_sequences + 1], self._lengths[:, :num_sequences]
-            batch.orders = Orders(*of_all)
+            batch.orders = Orders(*of_all, self._schedules_of(batch))
             given = rows.seq_lens, rows.tail_start, rows.offsets.transpose(0, 1), self._block_size
             self._longest_first(*given, batch.orders)
+
+    def _schedules_of(self, batch: HeadwiseBatch) -> Schedules | None:
+        """Room for the schedules of all layers, if a schedule is what attention would make."""
+        sharing, num_sequences = self._sharing, self._num_sequences(batch)
+        if sharing is None or batch.num_splits != sharing.most_parts or num_sequences > MOST_SHARED:
+            return None
+        return Schedules(self._schedules[:, : sharing.size(num_sequences)], sharing)
 
     def _fill(self, batch: HeadwiseBatch, layers: slice, pages: torch.Tensor) -> None:
         """Builds the page tables of some layers."""
