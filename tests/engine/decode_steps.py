@@ -51,9 +51,8 @@ def microseconds(values: dict[str, Any], num_rows: int) -> float:
     requests = [layers.served(NUM_TOKENS, NUM_TOKENS + 130, eviction) for _ in range(num_rows)]
     live, ids = LiveRequests(eviction, 16), [str(index) for index in range(num_rows)]
     live._requests = {name: each.prompt for name, each in zip(ids, requests, strict=True)}
-    batch = SimpleNamespace(req_ids=ids)
     worker: Any = SimpleNamespace(
-        use_v2_model_runner=False, model_runner=SimpleNamespace(input_batch=batch), _requests=live
+        use_v2_model_runner=True, _row_ids=ids, _is_dummy=False, _requests=live
     )
     builder = layers.builder
     builder._splitter = builder.splitter(lambda common: EvictionWorker._requests_of(worker, common))

@@ -28,7 +28,7 @@ from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
 from vllm_kvselect.engine.step.drafting import DraftSplitter
-from vllm_kvselect.engine.step.split import Decodes, Seen, Sees, Split, Splitter
+from vllm_kvselect.engine.step.split import NEVER, Decodes, Seen, Sees, Split, Splitter
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.order import Sharing
 from vllm_kvselect.paging.page_table import PageTable
@@ -63,6 +63,7 @@ class DeviceSplitter(Splitter):
     """Splits batches whose block tables and lengths are on a device."""
 
     _decodes: Decodes | None = None
+    _seen_from = NEVER
 
     def decodes(self, common: CommonAttentionMetadata) -> Decodes | None:
         """The rows of a batch of one token a row, as before while they are; None for another."""
@@ -73,10 +74,13 @@ class DeviceSplitter(Splitter):
         held = self._decodes
         if held is None or held.version != version or held.serials != serials:
             self._decodes = Decodes.of(requests, version)
+            self._seen_from = int(self._decodes.seen_from.min(initial=NEVER))
         return self._decodes
 
     def seen(self, decodes: Decodes, common: CommonAttentionMetadata) -> Seen | None:
         """The tokens of rows whose queries the next cuts of their requests look through."""
+        if common.max_seq_len <= self._seen_from:
+            return None
         if not (self._seq_lens(common).numpy() > decodes.seen_from).any():
             return None
         return self._seen(self._rows(common, self._requests_of(common)))

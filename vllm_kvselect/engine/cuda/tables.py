@@ -92,6 +92,7 @@ class HeadwiseTables:
             num_sequences + 1, dtype=torch.int32, device=state.offsets.device
         )
         self._filled_with: Decodes | None = None
+        self._filled: tuple[torch.Tensor, ...] = ()
         self._batch: HeadwiseBatch | None = None
         self._last, self._held = 0, range(0)
 
@@ -112,26 +113,32 @@ class HeadwiseTables:
             All rows, in buffers of this object.
         """
         num_rows, table = common.num_reqs, common.block_table_tensor
-        cuts, blocks = self._cuts[:, :num_rows], self._blocks[:num_rows]
-        offsets = self._offsets[:num_rows]
-        first_packed, tail_start = cuts
         if decodes is not self._filled_with:
-            cuts.copy_(async_tensor_h2d(decodes.cuts, cuts.device))
-            # A cut's tail never starts at block 0; block 0 of the pool is the null block.
-            in_table = table.gather(1, first_packed[:, None].long())[:, 0]
-            torch.mul(in_table, tail_start > 0, out=blocks)
-            torch.index_select(self._state.offsets, 0, blocks, out=offsets)
-            self._filled_with = decodes
+            self._filled_with, self._filled = decodes, self._refill(decodes, table)
+        starts, *of_rows = self._filled
         return HeadwiseBatch(
             tokens=slice(0, num_rows),
             pairs=(slice(0, num_rows),),
-            query_start_loc=self._query_start_loc[: num_rows * self.num_kv_heads + 1],
+            query_start_loc=starts,
             max_query_len=1,
             max_seq_len=common.max_seq_len,
-            rows=SettledRows(table, common.seq_lens, first_packed, tail_start, blocks, offsets),
+            rows=SettledRows(table, common.seq_lens, *of_rows),
             table=None,
             num_splits=num_splits,
         )
+
+    def _refill(self, decodes: Decodes, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Fills the buffers; their parts: where queries start, and those of `SettledRows`."""
+        num_rows = len(decodes.serials)
+        cuts, blocks = self._cuts[:, :num_rows], self._blocks[:num_rows]
+        offsets = self._offsets[:num_rows]
+        first_packed, tail_start = cuts.copy_(async_tensor_h2d(decodes.cuts, cuts.device))
+        # A cut's tail never starts at block 0; block 0 of the pool is the null block.
+        in_table = table.gather(1, first_packed[:, None].long())[:, 0]
+        torch.mul(in_table, tail_start > 0, out=blocks)
+        torch.index_select(self._state.offsets, 0, blocks, out=offsets)
+        starts = self._query_start_loc[: num_rows * self.num_kv_heads + 1]
+        return starts, first_packed, tail_start, blocks, offsets
 
     def num_queries(self, batch: HeadwiseBatch) -> torch.Tensor:
         """Those of each sequence of a batch that has an order, `[n]` int32."""
