@@ -14,6 +14,7 @@ from statistics import mean
 import pytest
 import torch
 
+from tests import oracle
 from vllm_kvselect.paging.order import Orders, longest_first
 
 TILE, NUM_PROCESSORS, MOST_PIECES = 128, 132, 32
@@ -35,10 +36,9 @@ def offsets(num_rows: int, spread: float, seed: int) -> torch.Tensor:
 def tiles_until_the_last_ends(lengths: Sequence[int]) -> float:
     """What the last multiprocessor is idle after, for sequences in this order."""
     tiles = [-(-length // TILE) for length in lengths]
-    share = -(-sum(tiles) * 11 // (10 * NUM_PROCESSORS))
     ends = [0.0] * NUM_PROCESSORS
-    for num_tiles in tiles:
-        num_pieces = max(1, min(-(-num_tiles // share), MOST_PIECES))
+    pieces = oracle.parts(tiles, NUM_PROCESSORS, MOST_PIECES)
+    for num_tiles, num_pieces in zip(tiles, pieces, strict=True):
         size = -(-num_tiles // num_pieces)
         for begin in range(0, num_tiles, size):
             piece = min(size, num_tiles - begin)

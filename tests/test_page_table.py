@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests import oracle
 from tests.strategies import kv_heads, many
-from vllm_kvselect.paging.order import Orders, longest_first
+from vllm_kvselect.paging.order import Orders, Schedules, Sharing, longest_first, padded
 from vllm_kvselect.paging.page_table import PageTable, headwise_page_table
 
 NUM_BLOCKS = 200
@@ -145,11 +145,36 @@ def test_buffers_hold_the_same_and_what_is_past_it_stays(batch: Batch, more: int
     assert all((part[:, -1] == -7).all() for part in buffers)
 
 
-def orders_of(batch: Batch, device: Any = "cpu", more: int = 0) -> Orders:
+sharings = st.builds(
+    Sharing, st.integers(1, 20), st.integers(1, 40), st.integers(2, 40), st.integers(2, 3)
+)
+
+
+def orders_of(
+    batch: Batch, device: Any = "cpu", more: int = 0, sharing: Sharing | None = None
+) -> Orders:
     """Buffers for the orders of a batch, with room for more sequences, that were in use."""
-    shape = len(batch.pages), len(batch.blocks) * batch.num_kv_heads
-    both = torch.full((2, shape[0], shape[1] + 1 + more), -7, dtype=torch.int32, device=device)
-    return Orders(both[0, :, : shape[1] + 1], both[1, :, : shape[1]])
+    num_layers, n = len(batch.pages), len(batch.blocks) * batch.num_kv_heads
+    shape = 2, num_layers, n + 1 + more
+    both = torch.full(shape, -7, dtype=torch.int32, device=device)
+    schedules = None
+    if sharing is not None:
+        size = sharing.size(n)
+        numbers = torch.full((num_layers, size + more), -7, dtype=torch.int32, device=device)
+        schedules = Schedules(numbers[:, :size], sharing)
+    return Orders(both[0, :, : n + 1], both[1, :, :n], schedules)
+
+
+@many
+@given(batches(), sharings)
+def test_schedules_share_out_the_sequences_of_each_layer(batch: Batch, sharing: Sharing) -> None:
+    orders = orders_of(batch, sharing=sharing)
+    assert orders.schedules is not None
+    *tensors, block_size, _, _ = batch.inputs()
+    longest_first(*(tensors[part] for part in (1, 3, 4)), block_size, orders)
+    for lengths, numbers in zip(orders.seq_lens, orders.schedules.numbers, strict=True):
+        found = [vector[: len(lengths)].tolist() for vector in numbers.split(padded(len(lengths)))]
+        assert found == oracle.schedule(lengths.tolist(), *sharing)
 
 
 @many

@@ -8,8 +8,8 @@ or without. Tensors are a processor's, and so are copies and operators: on a car
 launches, which take about as long. Nothing is attended to.
 
 `launches`: what a step in which nothing changed launches in so many layers on the fake device of
-`fake_device.py`, where four rows may run at once; attention's own call left out. Wants
-`TRITON_INTERPRET=1`.
+`fake_device.py`, where four rows may run at once; of attention's own call only the kernel that
+finds out how sequences are shared out. Wants `TRITON_INTERPRET=1`.
 """
 
 import json
@@ -27,12 +27,15 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from tests.engine import cuda_layers, flash_attention
 from tests.engine.cuda_layers import Layers, vllm_config
 from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.engine.cuda import any_order
 from vllm_kvselect.engine.drop.request import LiveRequests
 from vllm_kvselect.engine.step.worker import EvictionWorker
 from vllm_kvselect.kernels.base import REFERENCES
+from vllm_kvselect.paging.order import Sharing
 
 ROWS = (1, 16, 64)
 NUM_LAYERS, FEW_ROWS = 8, (1, 2, 4)
+OF_AN_H100, OWN_SCHEDULE = Sharing(128, 132, 32, 3), "prepare_varlen_num_blocks"
 NUM_TOKENS, NUM_STEPS = 100, 60
 SETTINGS: dict[str, dict[str, Any]] = {
     "layer-probe": {"method": "layer-probe"},
@@ -48,9 +51,8 @@ def microseconds(values: dict[str, Any], num_rows: int) -> float:
     requests = [layers.served(NUM_TOKENS, NUM_TOKENS + 130, eviction) for _ in range(num_rows)]
     live, ids = LiveRequests(eviction, 16), [str(index) for index in range(num_rows)]
     live._requests = {name: each.prompt for name, each in zip(ids, requests, strict=True)}
-    batch = SimpleNamespace(req_ids=ids)
     worker: Any = SimpleNamespace(
-        use_v2_model_runner=False, model_runner=SimpleNamespace(input_batch=batch), _requests=live
+        use_v2_model_runner=True, _row_ids=ids, _is_dummy=False, _requests=live
     )
     builder = layers.builder
     builder._splitter = builder.splitter(lambda common: EvictionWorker._requests_of(worker, common))
@@ -71,8 +73,14 @@ def microseconds(values: dict[str, Any], num_rows: int) -> float:
     return round(median(taken[5:]), 1)
 
 
-def launches(num_rows: int) -> list[str]:
-    """What a step of so many rows launches."""
+def launches(num_rows: int, sharing: Sharing | None = OF_AN_H100) -> list[str]:
+    """What a step of so many rows launches.
+
+    Args:
+        num_rows: The rows.
+        sharing: What attention may be told of how sequences are shared out; if nothing, it launches
+            a kernel of its own for each layer.
+    """
     from tests.engine.fake_device import BACKENDS, DEVICE, FakeLayers, config_of_all, device
     from tests.launches import recorded
     from vllm_kvselect.kernels import cuda
@@ -85,8 +93,14 @@ def launches(num_rows: int) -> list[str]:
             parts.append(part)
             yield
 
+    def attend(given: Any, *_: Any) -> None:
+        if parts and given["scheduler_metadata"] is None:
+            parts[-1].append(OWN_SCHEDULE)
+
     with device(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_layers, "NUM_LAYERS", NUM_LAYERS)
+        patch.setattr(any_order.Trial, "sharing", lambda *_: sharing)
+        patch.setattr(any_order, "attend", attend)
         layers = FakeLayers(eviction, cuda.KERNELS, config_of_all(), BACKENDS[0])
         requests = [layers.served(NUM_TOKENS, NUM_TOKENS + 9, eviction) for _ in range(num_rows)]
         layers.run(*((request, NUM_TOKENS) for request in requests))
@@ -114,7 +128,10 @@ def time() -> dict[str, dict[int, float]]:
 if __name__ == "__main__":
     if sys.argv[1:] == ["launches"]:
         _setup_privateuseone_for_python_backend("card")
-        found: Any = {num_rows: launches(num_rows) for num_rows in FEW_ROWS}
+        found: Any = {
+            "told": {num_rows: launches(num_rows) for num_rows in FEW_ROWS},
+            "not told": {num_rows: launches(num_rows, None) for num_rows in FEW_ROWS[:1]},
+        }
     else:
         found = time()
     sys.stdout.write("\n" + json.dumps(found))

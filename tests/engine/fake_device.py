@@ -49,6 +49,7 @@ from vllm_kvselect.engine.cuda.warm_up import warm_up
 from vllm_kvselect.engine.drop.arriving import Arriving
 from vllm_kvselect.engine.step import builder as step_builder
 from vllm_kvselect.kernels import cuda
+from vllm_kvselect.paging.order import Sharing
 from vllm_kvselect.registry import METHODS
 
 DEVICE = "card"
@@ -146,7 +147,8 @@ def device() -> Iterator[None]:
         triton_attention.install(patch)
         patch.setattr(flash_attn, "flash_attn_varlen_func", lambda **_: None)
         patch.setattr(any_order, "attend", lambda *_: None)
-        patch.setattr(any_order, "takes_any_order", lambda *_: True)
+        patch.setattr(any_order.Trial, "takes_any_order", lambda *_: True)
+        patch.setattr(any_order.Trial, "sharing", lambda _, most: Sharing(128, 132, most, 3))
         patch.setattr(flash_attn, "reshape_and_cache_flash", lambda *_: None)
         patch.setattr(flash_attn, "get_scheduler_metadata", schedule)
         patch.setattr(triton_attn, "unified_attention", lambda **_: None)

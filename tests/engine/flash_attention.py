@@ -18,9 +18,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from vllm import _custom_ops
 from vllm.v1.attention.backends import flash_attn
 
+from tests import oracle
+from vllm_kvselect.engine.cuda import any_order
+
 FP8 = torch.float8_e4m3fn
 DTYPES = {torch.bfloat16}
 """Of queries and of an unquantised cache; the real calls take float16 too."""
+
+TILE, NUM_PROCESSORS = 128, 132
+"""Of FlashAttention 3 on an H100."""
+
+FILLER = -9
+"""What a schedule has where nobody reads it; the real one leaves anything there."""
 
 PADDING = -1
 """Slot of a token that pads a batch."""
@@ -95,11 +104,9 @@ def flash_attn_varlen_func(**given: Any) -> torch.Tensor:
     before, after = given["window_size"] or (-1, -1)
     assert after == (-1 if before == -1 else 0)
     assert isinstance(given["num_splits"], int)
-    schedule = given["scheduler_metadata"]
-    if schedule is not None:
-        assert schedule.dtype == torch.int32
-        # Made for these sequences: one of other sequences gives wrong output without an error.
-        assert schedule[: num_sequences + 1].tolist() == [num_sequences, *lengths.tolist()]
+    if given["scheduler_metadata"] is not None:
+        sizes = num_kv_heads, given["max_seqlen_q"], head_size, given["num_splits"]
+        _check_schedule(given["scheduler_metadata"], lengths, *sizes)
     for name in ("alibi_slopes", "mask_mod", "aux_tensors", "dynamic_causal"):
         assert given[name] is None
     sinks = given["s_aux"]
@@ -123,6 +130,28 @@ def flash_attn_varlen_func(**given: Any) -> torch.Tensor:
         result = attention(query, key, value, given["softmax_scale"], before, sinks)
         out[first:last] = result.to(out.dtype)
     return out
+
+
+def _schedule(
+    lengths: list[int], num_kv_heads: int, max_seqlen_q: int, head_size: int, most: int
+) -> list[int]:
+    """A schedule of sequences of one query and one head; of others what tells whose it is."""
+    n = len(lengths)
+    unused = [FILLER] * (-n % 4)
+    if num_kv_heads > 1 or max_seqlen_q > 1:
+        # vLLM's builder keeps it in a buffer of its own where there are full graphs.
+        return [n, *lengths, *unused, *[0] * 3 * (n + len(unused))]
+    num_vectors = 3 if 64 < head_size <= 128 else 2
+    *vectors, end = oracle.schedule(lengths, TILE, NUM_PROCESSORS, max(most, 1), num_vectors)
+    return [number for vector in vectors for number in vector + unused] + end
+
+
+def _check_schedule(schedule: torch.Tensor, lengths: torch.Tensor, *given: int) -> None:
+    """Made for these sequences: one of other sequences gives wrong output without an error."""
+    assert schedule.is_contiguous()
+    assert schedule.dtype == torch.int32
+    pairs = zip(schedule.tolist(), _schedule(lengths.tolist(), *given), strict=True)
+    assert all(found == wanted or wanted == FILLER for found, wanted in pairs)
 
 
 def attention(
@@ -186,6 +215,9 @@ def _in_any_order(*given: Any) -> list[torch.Tensor]:
     named = ("k_new", "v_new", "q_v", "cu_seqlens_k_new", "kv_batch_idx", "leftpad_k", "rotary_cos")
     assert all(own[name] is None for name in (*named, "rotary_sin", "cp_tot_seqused_k"))
     assert own["window_size_left"] == own["window_size_right"] == -1
+    if own["scheduler_metadata"] is not None:
+        sizes = own["max_seqlen_q"], q.shape[-1], own["num_splits"]
+        _check_schedule(own["scheduler_metadata"], own["seqused_k"], own["k"].shape[2], *sizes)
     for sequence, num_queries in enumerate(used.tolist()):
         place, one = int(starts[sequence]), slice(sequence, sequence + 1)
         queries = slice(place, place + num_queries)
@@ -247,10 +279,9 @@ def quantized(tensor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def get_scheduler_metadata(**given: Any) -> torch.Tensor:
     assert given["cache_seqlens"].shape == (given["batch_size"],)
     assert given["cu_seqlens_q"].shape == (given["batch_size"] + 1,)
-    # vLLM's builder keeps it in a buffer of its own where there are full graphs.
-    schedule = torch.zeros(1 + -(-given["batch_size"] // 4) * 16, dtype=torch.int32)
-    schedule[0], schedule[1 : given["batch_size"] + 1] = given["batch_size"], given["cache_seqlens"]
-    return schedule
+    of_heads = given["num_heads_kv"], given["max_seqlen_q"], given["headdim"]
+    schedule = _schedule(given["cache_seqlens"].tolist(), *of_heads, given["num_splits"])
+    return torch.tensor(schedule, dtype=torch.int32)
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
@@ -258,6 +289,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     for function in (flash_attn_varlen_func, reshape_and_cache_flash, get_scheduler_metadata):
         patch.setattr(flash_attn, function.__name__, function, raising=False)
     patch.setattr(flash_attn, "get_flash_attn_version", lambda **_: 3)
+    patch.setattr(any_order, "num_compute_units", lambda _: NUM_PROCESSORS)
     for feature in ("kv_cache_dtype", "sinks"):
         name = f"flash_attn_supports_{feature}"
         patch.setattr(flash_attn, name, lambda *_, **__: True, raising=False)

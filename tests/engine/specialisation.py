@@ -29,6 +29,7 @@ from vllm_kvselect.engine.cuda import any_order
 from vllm_kvselect.engine.cuda.warm_up import warm_up
 from vllm_kvselect.kernels import cuda, rows
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
+from vllm_kvselect.paging.order import Sharing
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.held import Held
 from vllm_kvselect.scoring.parts import scorer_named
@@ -107,7 +108,9 @@ def wishes(eviction: EvictionConfig, methods: tuple[str, ...], draw: random.Rand
     return drawn
 
 
-def new_keys(values: dict[str, Any], methods: tuple[str, ...], seed: int) -> tuple[int, list[str]]:
+def new_keys(
+    values: dict[str, Any], methods: tuple[str, ...], seed: int, graphs: bool
+) -> tuple[int, list[str]]:
     """Keys after the warm-up of a server, and those that its traffic adds."""
     recorder, draw = Recorder(), random.Random(seed)
     JITFunction.run = lambda kernel, *args, **given: recorder.run(kernel, *args, **given)
@@ -123,7 +126,7 @@ def new_keys(values: dict[str, Any], methods: tuple[str, ...], seed: int) -> tup
             for name, twin in cuda.KERNELS.over_rows.items()
         },
     )
-    config = vllm_config(dtype="float32")
+    config = vllm_config(graphs=graphs, dtype="float32")
     layers = Layers(eviction, kernels, config)
     warm_up(layers.builder, methods or (eviction.method,), eviction)
     known = set(recorder.keys)
@@ -140,9 +143,13 @@ def main(seed: int = 7) -> None:
         # What is attended to changes no launch.
         patch.setattr(flash_attn, "flash_attn_varlen_func", lambda **_: None)
         patch.setattr(any_order, "attend", lambda *_: None)
-        patch.setattr(any_order, "takes_any_order", lambda *_: True)
+        patch.setattr(any_order.Trial, "takes_any_order", lambda *_: True)
+        patch.setattr(any_order.Trial, "sharing", lambda _, most: Sharing(128, 132, most, 3))
         patch.setattr(flash_attention, "DTYPES", {torch.float32})
-        found = {name: new_keys(*server, seed) for name, server in SERVERS.items()}
+        found = {
+            name: new_keys(*server, seed, graphs=index % 2 == 0)
+            for index, (name, server) in enumerate(SERVERS.items())
+        }
     sys.stdout.write(json.dumps(found))
 
 

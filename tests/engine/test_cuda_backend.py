@@ -49,6 +49,7 @@ from vllm_kvselect.engine.step.split import Split
 from vllm_kvselect.engine.view.page_tables import SettledRows
 from vllm_kvselect.engine.view.sequences import HeadwiseBatch
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
+from vllm_kvselect.paging.order import Sharing, padded
 from vllm_kvselect.registry import METHODS
 
 pytest.importorskip("triton")
@@ -227,6 +228,73 @@ class Gathers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+TRIAL = {
+    "softmax_scale": 0.1,
+    "causal": True,
+    "fa_version": 3,
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), torch.ones(1, 1).expand(6, 1)),
+}
+"""What is given with its queries, keys and values."""
+
+
+@pytest.mark.parametrize(
+    ("head_size", "tile", "longest_first"),
+    [(64, 192, REFERENCES.longest_first), (128, 128, cuda.longest_first)],
+    ids=["references", "kernels"],
+)
+def test_how_flash_attention_shares_sequences_out_is_found_in_its_schedules(
+    head_size: int, tile: int, longest_first: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For heads of 65 to 128 channels they have a vector more."""
+    monkeypatch.setattr(flash_attention, "TILE", tile)
+    dtypes = torch.bfloat16, torch.bfloat16
+    trial = any_order.Trial(4, head_size, 16, dtypes, torch.device("cpu"), TRIAL, longest_first)
+    assert trial.sharing(32) == Sharing(tile, 132, 32, 2 if head_size == 64 else 3)
+
+
+@pytest.mark.parametrize("reason", ["other parts", "more vectors", "other results", "no parts"])
+def test_where_schedules_are_not_what_we_know_flash_attention_makes_its_own(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend, schedule, warning = any_order.attend, flash_attn.get_scheduler_metadata, Mock()
+
+    def other_schedule(**given: Any) -> torch.Tensor:
+        made, size = schedule(**given), padded(given["batch_size"])
+        if given["num_heads_kv"] > 1:  # stock's
+            return made
+        if reason == "other parts":
+            made[size] += 1
+            return made
+        return torch.cat((made[:size], made[:size], made))
+
+    def other_results(given: Any, *order: torch.Tensor) -> None:
+        attend(given, *order)
+        if given["scheduler_metadata"] is not None:
+            given["out"].add_(1)
+
+    if reason == "other results":
+        monkeypatch.setattr(any_order, "attend", other_results)
+    elif reason == "no parts":
+        settings = config(DTYPES[FLASH], "auto", True).attention_config
+        monkeypatch.setattr(settings, "flash_attn_max_num_splits_for_cuda_graph", 1)
+    else:
+        monkeypatch.setattr(flash_attn, "get_scheduler_metadata", other_schedule)
+    monkeypatch.setattr(any_order.logger, "warning", warning)
+    layers = make_layers(FLASH, "knorm", WIDE, graphs=True)
+    assert warning.call_count == (reason != "no parts")
+    told = []
+
+    def noted(given: Any, *order: torch.Tensor) -> None:
+        told.append(given["scheduler_metadata"] is not None)
+        attend(given, *order)
+
+    monkeypatch.setattr(any_order, "attend", noted)
+    long = layers.request(100, 110)
+    layers.step((long, 100))
+    layers.step((long, 1))
+    assert told == [False] * NUM_LAYERS
+
+
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 def test_no_output_is_copied_before_it_is_written(with_sinks: bool) -> None:
     layers = make_layers(FLASH, "knorm", WIDE, with_sinks=with_sinks)
@@ -317,12 +385,13 @@ def test_heads_are_read_longest_first(
     graphs: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = make_layers(FLASH, "adakv", kernels, graphs=graphs)
-    orders = []
+    orders, told = [], []
     attend = any_order.attend
 
     def noted(given: Any, sequences: torch.Tensor, num_queries: torch.Tensor) -> None:
         assert num_queries.tolist() == [1] * len(given["seqused_k"])
         orders.append((sequences[:-1].tolist(), given["seqused_k"].tolist()))
+        told.append(given["scheduler_metadata"] is not None)
         attend(given, sequences, num_queries)
 
     monkeypatch.setattr(any_order, "attend", noted)
@@ -333,6 +402,7 @@ def test_heads_are_read_longest_first(
     layers.step((short, 20), (long, 1), (other, 1))
     layers.step((short, 1), (other, 1), (long, 1))
     assert len(orders) == 3 * NUM_LAYERS
+    assert told == [False] * 2 * NUM_LAYERS + [graphs] * NUM_LAYERS  # the last may be a graph
     for sequences, lengths in orders:
         assert sorted(sequences) == [*range(len(lengths))]
         assert lengths == sorted(lengths, reverse=True)

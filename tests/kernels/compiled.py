@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import cuda
-from vllm_kvselect.paging.order import Orders
+from vllm_kvselect.paging.order import Orders, Schedules, Sharing
 from vllm_kvselect.paging.page_table import PageTable
 from vllm_kvselect.scoring.held import Held, Paged
 from vllm_kvselect.scoring.value_norms import OutputProjection
@@ -172,7 +172,11 @@ def launch_all(dtype: torch.dtype, head_size: int) -> None:
     )
     offsets = torch.zeros(1, 2, KV_HEADS + 1, dtype=torch.int32)
     places = torch.zeros(1, 2 * KV_HEADS + 1, dtype=torch.int32)
-    cuda.longest_first(integers, integers, offsets, BLOCK_SIZE, Orders(places, out.seq_lens))
+    sharing = Sharing(128, 132, 32, 3)
+    numbers = torch.zeros(1, sharing.size(2 * KV_HEADS), dtype=torch.int32)
+    for schedules in (None, Schedules(numbers, sharing)):
+        orders = Orders(places, out.seq_lens, schedules)
+        cuda.longest_first(integers, integers, offsets, BLOCK_SIZE, orders)
     table = blocks.view(1, -1).expand(2, -1)
     for order in (None, places[:, :-1]):
         given = table, integers, integers, integers, offsets, BLOCK_SIZE, 1000, 0, out, order

@@ -25,12 +25,13 @@ from tests.strategies import (
     seeds,
     shapes,
 )
-from tests.test_page_table import Batch, batches, orders_of
+from tests.test_page_table import Batch, batches, orders_of, sharings
 from tests.uneven import some_absent
 from vllm_kvselect.choice import retain
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.paging import compaction, page_table
+from vllm_kvselect.paging.order import Sharing
 from vllm_kvselect.paging.page_table import PageTable
 from vllm_kvselect.scoring import defensivekv, probe, snapkv, value_norms
 from vllm_kvselect.scoring.inputs import Scorer, absent_columns
@@ -368,21 +369,22 @@ def test_page_tables_fill_the_buffers_that_the_reference_fills(
     assert torch.equal(filled[0].seq_lens, filled[1].seq_lens)
 
 
-@drawn(batch=batches(), more=st.integers(0, 70))
-def test_orders_and_page_tables_in_them_are_the_references(
-    backend: Backend, batch: Batch, more: int
+@drawn(batch=batches(), more=st.integers(0, 70), sharing=st.none() | sharings)
+def test_orders_schedules_and_page_tables_in_them_are_the_references(
+    backend: Backend, batch: Batch, more: int, sharing: Sharing | None
 ) -> None:
     *tensors, block_size, num_blocks, _ = batch.inputs()
     inputs = [part.to(backend.device) for part in tensors]
     filled = []
     for kernels in (backend.kernels, REFERENCES):
-        orders = orders_of(batch, backend.device, more)
+        orders = orders_of(batch, backend.device, more, sharing)
         kernels.longest_first(inputs[1], inputs[3], inputs[4], block_size, orders)
         buffers = PageTable(*(part.to(backend.device) for part in batch.buffers(1)))
         out = PageTable(*(part[:, :-1] for part in buffers))
         sizes = block_size, num_blocks, 0
         kernels.headwise_page_table(*inputs, *sizes, out, orders.sequences[:, :-1])
-        filled.append((*orders, *buffers))
+        numbers = [] if orders.schedules is None else [orders.schedules.numbers]
+        filled.append((orders.sequences, orders.seq_lens, *numbers, *buffers))
     assert all(torch.equal(*pair) for pair in zip(*filled, strict=True))
     assert (filled[0][0][:, -1] == -7).all()
 

@@ -22,6 +22,7 @@ from tests.oracle.retain import (
     retain,
     retain_uneven,
 )
+from tests.oracle.schedule import parts, schedule
 from tests.oracle.scores import (
     defensive_scores,
     expected_attention,
@@ -72,6 +73,7 @@ __all__ = [
     "mass_stage",
     "packed_places",
     "page_row",
+    "parts",
     "pool",
     "probe_scores",
     "pyramid_blocks",
@@ -79,6 +81,7 @@ __all__ = [
     "random_scores",
     "retain",
     "retain_uneven",
+    "schedule",
     "select",
     "select_perturbation",
     "select_two_stages",

@@ -1,20 +1,39 @@
 """FlashAttention 3's own operator, which takes the sequences of a call in any order.
 
 Each reads and writes where `cu_seqlens_q` says, if `seqused_q` says how many queries it has. vLLM's
-function passes no such lengths, so what it is asked goes to the operator below it.
+function passes no such lengths, so what it is asked goes to the operator below it. How sequences
+are shared out the operator finds out by a kernel before each call, unless it is told.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from vllm.logger import init_logger
+from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backends import flash_attn
+
+from vllm_kvselect.paging.order import (
+    MOST_SHARED,
+    MOST_VECTORS,
+    Orders,
+    Schedules,
+    Sharing,
+    padded,
+)
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 LENGTHS = (40, 700, 1, 0, 333, 512)
 """Entries of the sequences of a trial."""
+
+SHARED = (
+    tuple(range(1, 257, 16)),  # as many are one tile as it has sixteens of entries
+    (129, 130_000, 0, 20_000, 3),
+    tuple(37 * i % 5000 for i in range(MOST_SHARED)),
+)
+"""Entries of sequences whose schedules are compared."""
 
 _NOT_USED = dict.fromkeys(
     (
@@ -55,62 +74,130 @@ def attend(given: Mapping[str, Any], sequences: torch.Tensor, num_queries: torch
     """
     own = {_RENAMED.get(name, name): part for name, part in given.items() if name != "fa_version"}
     own |= {"cu_seqlens_q": sequences, "seqused_q": num_queries}
-    torch.ops._vllm_fa3_C.fwd(**{"scheduler_metadata": None, **_NOT_USED, **_CONSTANT, **own})
+    torch.ops._vllm_fa3_C.fwd(**{**_NOT_USED, **_CONSTANT, **own})
 
 
-def takes_any_order(
-    group: int,
-    head_size: int,
-    page_size: int,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    device: torch.device,
-    constants: Mapping[str, Any],
-) -> bool:
-    """Whether the operator gives, bit for bit, what vLLM's function gives in order.
+class Trial(NamedTuple):
+    """What the operator is asked before anything depends on it.
 
-    Args:
+    Attributes:
         group: Query heads of a sequence.
         head_size: Elements of a query.
         page_size: Entries of a page.
         dtypes: Of queries and of what is written.
         device: Where they are.
         constants: What else vLLM's function is given for `len(LENGTHS)` sequences.
+        longest_first: What finds orders and schedules.
     """
-    if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
-        return False
-    generator = torch.Generator().manual_seed(0)
 
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtypes[0])
+    group: int
+    head_size: int
+    page_size: int
+    dtypes: tuple[torch.dtype, torch.dtype]
+    device: torch.device
+    constants: Mapping[str, Any]
+    longest_first: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Orders], None]
 
-    width = -(-max(LENGTHS) // page_size)
-    pages = torch.randperm(len(LENGTHS) * width, generator=generator).int().view(-1, width)
-    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
-    starts = torch.arange(len(LENGTHS) + 1, dtype=torch.int32)
-    order = lengths.argsort(descending=True)
-    sequences = torch.cat((order.int(), starts[-1:]))
-    query = drawn(len(LENGTHS), group, head_size)
-    outputs = torch.full((2, *query.shape), torch.nan, dtype=dtypes[1], device=device)
-    given = {
-        "q": query,
-        "k": drawn(pages.numel(), page_size, 1, head_size),
-        "v": drawn(pages.numel(), page_size, 1, head_size),
-        "max_seqlen_q": 1,
-        "max_seqlen_k": max(LENGTHS),
-        "num_splits": 0,
-        "s_aux": None,
-        **constants,
-    }
-    in_order = {"out": outputs[0], "seqused_k": lengths, "block_table": pages}
-    sorted_ones = {"out": outputs[1], "seqused_k": lengths[order], "block_table": pages[order]}
-    first, second = (
-        {**given, **{name: part.to(device) for name, part in own.items()}}
-        for own in (in_order, sorted_ones)
-    )
-    flash_attn.flash_attn_varlen_func(**first, cu_seqlens_q=starts.to(device))
-    try:
-        attend(second, sequences.to(device), torch.ones_like(lengths).to(device))
-    except RuntimeError as error:  # another release's operator
-        logger.warning("KV eviction reads heads in the order of the batch: %s", error)
-        return False
-    return torch.equal(*outputs)
+    def takes_any_order(self, sharing: Sharing | None = None) -> bool:
+        """Whether the operator gives, bit for bit, what vLLM's function gives in order.
+
+        Args:
+            sharing: How it is told to share sequences out; None where it finds out.
+        """
+        if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
+            return False
+        generator, n = torch.Generator().manual_seed(0), len(LENGTHS)
+
+        def drawn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(self.device, self.dtypes[0])
+
+        pages = torch.randperm(n * -(-max(LENGTHS) // self.page_size), generator=generator)
+        pages = pages.int().view(n, -1).to(self.device)
+        orders = self._orders(LENGTHS, sharing)
+        query = drawn(n, self.group, self.head_size)
+        outputs = query.new_full((2, *query.shape), torch.nan, dtype=self.dtypes[1])
+        schedules = orders.schedules
+        given = {
+            "q": query,
+            "k": drawn(pages.numel(), self.page_size, 1, self.head_size),
+            "v": drawn(pages.numel(), self.page_size, 1, self.head_size),
+            "max_seqlen_q": 1,
+            "max_seqlen_k": max(LENGTHS),
+            "num_splits": 0 if sharing is None else sharing.most_parts,
+            "s_aux": None,
+            **self.constants,
+        }
+        flash_attn.flash_attn_varlen_func(
+            **given,
+            out=outputs[0],
+            cu_seqlens_q=self._integers(range(n + 1)),
+            seqused_k=self._integers(LENGTHS),
+            block_table=pages,
+        )
+        given |= {
+            "out": outputs[1],
+            "seqused_k": orders.seq_lens[0],
+            "block_table": pages[orders.sequences[0, :-1].long()],
+            "scheduler_metadata": None if schedules is None else schedules.numbers[0],
+        }
+        try:
+            attend(given, orders.sequences[0], self._integers([1] * n))
+        except RuntimeError as error:  # another release's operator
+            logger.warning("KV eviction reads heads in the order of the batch: %s", error)
+            return False
+        return torch.equal(*outputs)
+
+    def sharing(self, most_parts: int) -> Sharing | None:
+        """How the operator shares out sequences; None if its own schedules are not as we know.
+
+        Args:
+            most_parts: Of a sequence.
+        """
+        own = [self._schedule(lengths, most_parts) for lengths in SHARED]
+        num_vectors, tile = len(own[0]) - 1, 16 * max(own[0][1].count(1), 1)
+        sharing = Sharing(tile, num_compute_units(self.device.index), most_parts, num_vectors)
+        if (
+            1 < num_vectors <= MOST_VECTORS
+            and own == [self._schedule(lengths, most_parts, sharing) for lengths in SHARED]
+            and self.takes_any_order(sharing)
+        ):
+            return sharing
+        logger.warning("KV eviction leaves schedules to FlashAttention, which makes others")
+        return None
+
+    def _schedule(
+        self, lengths: Sequence[int], most_parts: int, sharing: Sharing | None = None
+    ) -> list[list[int]]:
+        """The vectors of a schedule and its end: the operator's own, or the one for `sharing`."""
+        n, orders = len(lengths), self._orders(lengths, sharing)
+        if orders.schedules is not None:
+            numbers = orders.schedules.numbers[0]
+        else:
+            numbers = flash_attn.get_scheduler_metadata(
+                batch_size=n,
+                max_seqlen_q=1,
+                max_seqlen_k=max(lengths),
+                num_heads_q=self.group,
+                num_heads_kv=1,
+                headdim=self.head_size,
+                cache_seqlens=orders.seq_lens[0],
+                qkv_dtype=self.dtypes[0],
+                cu_seqlens_q=self._integers(range(n + 1)),
+                page_size=self.page_size,
+                causal=True,
+                num_splits=most_parts,
+            )
+        return [vector[:n].tolist() for vector in numbers.split(padded(n))]
+
+    def _orders(self, lengths: Sequence[int], sharing: Sharing | None) -> Orders:
+        """The order of sequences of so many entries, all of them in their tails."""
+        n = len(lengths)
+        zeros = partial(torch.zeros, dtype=torch.int32, device=self.device)
+        schedules = None if sharing is None else Schedules(zeros(1, sharing.size(n)), sharing)
+        orders = Orders(zeros(1, n + 1), zeros(1, n), schedules)
+        given = self._integers(lengths), zeros(n), zeros(1, n, 2), self.page_size
+        self.longest_first(*given, orders)
+        return orders
+
+    def _integers(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=self.device)

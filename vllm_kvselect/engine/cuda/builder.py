@@ -27,9 +27,10 @@ from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
 from vllm_kvselect.engine.step.drafting import DraftSplitter
-from vllm_kvselect.engine.step.split import Decodes, Seen, Sees, Split, Splitter
+from vllm_kvselect.engine.step.split import NEVER, Decodes, Seen, Sees, Split, Splitter
 from vllm_kvselect.engine.view.page_tables import SettledRows
 from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.paging.order import Sharing
 from vllm_kvselect.paging.page_table import PageTable
 
 
@@ -62,6 +63,7 @@ class DeviceSplitter(Splitter):
     """Splits batches whose block tables and lengths are on a device."""
 
     _decodes: Decodes | None = None
+    _seen_from = NEVER
 
     def decodes(self, common: CommonAttentionMetadata) -> Decodes | None:
         """The rows of a batch of one token a row, as before while they are; None for another."""
@@ -72,10 +74,13 @@ class DeviceSplitter(Splitter):
         held = self._decodes
         if held is None or held.version != version or held.serials != serials:
             self._decodes = Decodes.of(requests, version)
+            self._seen_from = int(self._decodes.seen_from.min(initial=NEVER))
         return self._decodes
 
     def seen(self, decodes: Decodes, common: CommonAttentionMetadata) -> Seen | None:
         """The tokens of rows whose queries the next cuts of their requests look through."""
+        if common.max_seq_len <= self._seen_from:
+            return None
         if not (self._seq_lens(common).numpy() > decodes.seen_from).any():
             return None
         requests = self._requests_of(common)
@@ -138,16 +143,16 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         compilation = self.vllm_config.compilation_config
         if compilation.cudagraph_mode.has_full_cudagraphs():
             self.largest_full_graph = compilation.max_cudagraph_capture_size or 0
-        any_order = spec.eviction.decode_attention == "backend" and self._takes_any_order(
-            [layer for _, layer in layers]
-        )
+        of_trial: tuple[bool, Sharing | None] = (False, None)
+        if spec.eviction.decode_attention == "backend":
+            of_trial = self._any_order([layer for _, layer in layers], kernels)
         self.tables = HeadwiseTables(
             state,
             self.vllm_config.scheduler_config.max_num_seqs,
             self.vllm_config.model_config.max_model_len,
             self.block_size,
             kernels,
-            any_order,
+            *of_trial,
         )
         dtype = self.vllm_config.model_config.dtype
         if self.largest_full_graph and spec.eviction.may_drop_again:
@@ -211,9 +216,14 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         if self.graph_queries is not None:
             self.graph_queries.hand_over()
 
-    def _takes_any_order(self, layers: Sequence[Any]) -> bool:
-        """Whether attention of these layers takes sequences of one query in any order."""
-        return False
+    def _any_order(self, layers: Sequence[Any], kernels: Kernels) -> tuple[bool, Sharing | None]:
+        """Whether attention takes sequences of one query in any order, and how shared out.
+
+        Args:
+            layers: The group's layers.
+            kernels: What computes orders.
+        """
+        return False, None
 
     def _max_num_splits(self, in_graph: bool) -> int:
         """Parts into which the call may cut a sequence; 0 leaves it to the call."""

@@ -19,6 +19,8 @@ from vllm_kvselect.engine.cuda.builder import CudaBackend, CudaMetadataBuilder
 from vllm_kvselect.engine.cuda.layer import CudaImpl
 from vllm_kvselect.engine.step.layer import refuse_layer
 from vllm_kvselect.engine.view.sequences import Call, HeadwiseBatch, OneHeadBatch
+from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.paging.order import Sharing
 
 _ENOUGH_QUERIES = 512
 """Of a sequence, those of all its heads counted: it is not split."""
@@ -41,21 +43,26 @@ class HeadwiseFlashAttentionBackend(CudaBackend, FlashAttentionBackend):
 class HeadwiseFlashAttentionMetadataBuilder(CudaMetadataBuilder, FlashAttentionMetadataBuilder):
     """Builds vLLM's metadata, split where prompts end."""
 
-    def _takes_any_order(self, layers: Sequence[Any]) -> bool:
+    def _any_order(self, layers: Sequence[Any], kernels: Kernels) -> tuple[bool, Sharing | None]:
         impls = [layer.impl for layer in layers]
         if any(impl.vllm_flash_attn_version != 3 or impl.sinks is not None for impl in impls):
-            return False
+            return False, None
         first = layers[0]
         dtype = self.vllm_config.model_config.dtype
         quantized = first.impl.kv_cache_dtype.startswith("fp8")
-        return any_order.takes_any_order(
+        trial = any_order.Trial(
             self.num_heads_q // self.num_heads_kv,
             first.head_size,
             self.block_size,
             (current_platform.fp8_dtype() if quantized else dtype, dtype),
             self.device,
             first.impl.constants_of_calls(first, len(any_order.LENGTHS)),
+            kernels.longest_first,
         )
+        if not trial.takes_any_order():
+            return False, None
+        # Where there are no parts the operator would set the end of a schedule by a launch.
+        return True, trial.sharing(self.max_num_splits) if self.max_num_splits > 1 else None
 
     def _max_num_splits(self, in_graph: bool) -> int:
         """As vLLM: a bound for what a graph holds, so that its buffers have one."""
@@ -96,12 +103,15 @@ class HeadwiseFlashAttentionImpl(CudaImpl, FlashAttentionImpl):
             "s_aux": call.sinks,
             **self.constants_of_calls(layer, len(call.table.seq_lens)),
         }
-        if batch.orders is None:
+        orders = batch.orders
+        if orders is None:
             flash_attn.flash_attn_varlen_func(**given, cu_seqlens_q=call.query_start_loc)
-        else:
-            assert isinstance(batch, HeadwiseBatch)
-            sequences = batch.orders.sequences[self.layer_index]
-            any_order.attend(given, sequences, self._tables.num_queries(batch))
+            return
+        assert isinstance(batch, HeadwiseBatch)
+        schedules = None if orders.schedules is None else orders.schedules.numbers
+        given["scheduler_metadata"] = None if schedules is None else schedules[self.layer_index]
+        sequences = orders.sequences[self.layer_index]
+        any_order.attend(given, sequences, self._tables.num_queries(batch))
 
     def _num_splits(self, batch: OneHeadBatch) -> int:
         """Most parts of a sequence: 1 where queries alone keep the card busy.

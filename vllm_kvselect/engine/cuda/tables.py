@@ -9,7 +9,14 @@ from vllm_kvselect.engine.step.split import Decodes
 from vllm_kvselect.engine.view.page_tables import SettledRows
 from vllm_kvselect.engine.view.sequences import HeadwiseBatch
 from vllm_kvselect.kernels.base import Kernels
-from vllm_kvselect.paging.order import Orders
+from vllm_kvselect.paging.order import (
+    MOST_SHARED,
+    MOST_VECTORS,
+    Orders,
+    Schedules,
+    Sharing,
+    padded,
+)
 from vllm_kvselect.paging.page_table import PageTable
 
 
@@ -27,7 +34,9 @@ def buffer_bytes(
     """Bytes of `HeadwiseTables`; only its smallest part grows with the number of layers."""
     table = num_kv_heads * (table_width(max_model_len, block_size) + 2 + 2 * num_layers)
     offsets = num_layers * (num_kv_heads + 1)
-    apart = num_layers * (1 + -max_num_seqs * num_kv_heads % 4)
+    num_sequences = max_num_seqs * num_kv_heads
+    schedule = MOST_VECTORS * padded(min(num_sequences, MOST_SHARED)) + 4
+    apart = num_layers * (1 + padded(num_sequences) - num_sequences + schedule)
     return 4 * (max_num_seqs * (table + offsets + 4) + apart + 1)
 
 
@@ -45,6 +54,7 @@ class HeadwiseTables:
         block_size: Tokens per block.
         kernels: What computes the parts of a choice.
         any_order: Whether attention takes the sequences of one query in any order.
+        sharing: How it shares them out, if it may be told.
     """
 
     def __init__(
@@ -55,8 +65,10 @@ class HeadwiseTables:
         block_size: int,
         kernels: Kernels,
         any_order: bool = False,
+        sharing: Sharing | None = None,
     ) -> None:
-        self._state, self._block_size, self._any_order = state, block_size, any_order
+        self._state, self._block_size = state, block_size
+        self._any_order, self._sharing = any_order, sharing
         self._build, self._longest_first = kernels.headwise_page_table, kernels.longest_first
         num_layers, num_offsets = state.offsets.shape[1:]
         self.num_kv_heads = num_offsets - 1
@@ -68,8 +80,10 @@ class HeadwiseTables:
         self._width = table_width(max_model_len, block_size)
         self._pages = zeros(num_sequences * self._width)
         # Triton compiles once more for pointers that are no multiple of 16 bytes.
-        self._lengths = zeros(num_layers, num_sequences + -num_sequences % 4)
+        self._lengths = zeros(num_layers, padded(num_sequences))
         self._sequences = zeros(num_layers, num_sequences + 1)
+        most_shared = padded(min(num_sequences, MOST_SHARED))
+        self._schedules = zeros(num_layers, MOST_VECTORS * most_shared + 4)
         self._ones = zeros(num_sequences).fill_(1)
         self._cuts = zeros(2, max_num_seqs)
         self._blocks = zeros(max_num_seqs, dtype=torch.int64)
@@ -78,6 +92,7 @@ class HeadwiseTables:
             num_sequences + 1, dtype=torch.int32, device=state.offsets.device
         )
         self._filled_with: Decodes | None = None
+        self._filled: tuple[torch.Tensor, ...] = ()
         self._batch: HeadwiseBatch | None = None
         self._last, self._held = 0, range(0)
 
@@ -98,26 +113,32 @@ class HeadwiseTables:
             All rows, in buffers of this object.
         """
         num_rows, table = common.num_reqs, common.block_table_tensor
-        cuts, blocks = self._cuts[:, :num_rows], self._blocks[:num_rows]
-        offsets = self._offsets[:num_rows]
-        first_packed, tail_start = cuts
         if decodes is not self._filled_with:
-            cuts.copy_(async_tensor_h2d(decodes.cuts, cuts.device))
-            # A cut's tail never starts at block 0; block 0 of the pool is the null block.
-            in_table = table.gather(1, first_packed[:, None].long())[:, 0]
-            torch.mul(in_table, tail_start > 0, out=blocks)
-            torch.index_select(self._state.offsets, 0, blocks, out=offsets)
-            self._filled_with = decodes
+            self._filled_with, self._filled = decodes, self._refill(decodes, table)
+        starts, *of_rows = self._filled
         return HeadwiseBatch(
             tokens=slice(0, num_rows),
             pairs=(slice(0, num_rows),),
-            query_start_loc=self._query_start_loc[: num_rows * self.num_kv_heads + 1],
+            query_start_loc=starts,
             max_query_len=1,
             max_seq_len=common.max_seq_len,
-            rows=SettledRows(table, common.seq_lens, first_packed, tail_start, blocks, offsets),
+            rows=SettledRows(table, common.seq_lens, *of_rows),
             table=None,
             num_splits=num_splits,
         )
+
+    def _refill(self, decodes: Decodes, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Fills the buffers; their parts: where queries start, and those of `SettledRows`."""
+        num_rows = len(decodes.serials)
+        cuts, blocks = self._cuts[:, :num_rows], self._blocks[:num_rows]
+        offsets = self._offsets[:num_rows]
+        first_packed, tail_start = cuts.copy_(async_tensor_h2d(decodes.cuts, cuts.device))
+        # A cut's tail never starts at block 0; block 0 of the pool is the null block.
+        in_table = table.gather(1, first_packed[:, None].long())[:, 0]
+        torch.mul(in_table, tail_start > 0, out=blocks)
+        torch.index_select(self._state.offsets, 0, blocks, out=offsets)
+        starts = self._query_start_loc[: num_rows * self.num_kv_heads + 1]
+        return starts, first_packed, tail_start, blocks, offsets
 
     def num_queries(self, batch: HeadwiseBatch) -> torch.Tensor:
         """Those of each sequence of a batch that has an order, `[n]` int32."""
@@ -157,9 +178,16 @@ class HeadwiseTables:
             rows, num_sequences = batch.rows, self._num_sequences(batch)
             assert rows.offsets is not None
             of_all = self._sequences[:, : num_sequences + 1], self._lengths[:, :num_sequences]
-            batch.orders = Orders(*of_all)
+            batch.orders = Orders(*of_all, self._schedules_of(batch))
             given = rows.seq_lens, rows.tail_start, rows.offsets.transpose(0, 1), self._block_size
             self._longest_first(*given, batch.orders)
+
+    def _schedules_of(self, batch: HeadwiseBatch) -> Schedules | None:
+        """Room for the schedules of all layers, if a schedule is what attention would make."""
+        sharing, num_sequences = self._sharing, self._num_sequences(batch)
+        if sharing is None or batch.num_splits != sharing.most_parts or num_sequences > MOST_SHARED:
+            return None
+        return Schedules(self._schedules[:, : sharing.size(num_sequences)], sharing)
 
     def _fill(self, batch: HeadwiseBatch, layers: slice, pages: torch.Tensor) -> None:
         """Builds the page tables of some layers."""
