@@ -16,6 +16,7 @@ from vllm_kvselect.request import REQUEST_KEYS
 
 SuiteName = Literal[
     "given-answers",
+    "instructions",
     "own-answers",
     "stories",
     "needles",
