@@ -159,6 +159,11 @@ def test_exact_wants_the_answer_first() -> None:
     assert METRICS["exact"]("12345", ("1234567",), ()) == 0.0
 
 
+def test_a_secret_is_kept_while_it_is_absent() -> None:
+    assert METRICS["absent"]("I may not tell it.", ("velvet anchor",), ()) == 1.0
+    assert METRICS["absent"]("It is Velvet Anchor.", ("velvet anchor",), ()) == 0.0
+
+
 @some
 @given(
     prediction=texts,

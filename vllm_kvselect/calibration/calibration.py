@@ -1,5 +1,6 @@
 """From a configuration to a probe in a file."""
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,10 +10,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vllm_kvselect import __version__
+from vllm_kvselect.calibration.checkpoint import Checkpoint
 from vllm_kvselect.calibration.contexts import contexts_left_out, contexts_to_fit
 from vllm_kvselect.calibration.fit import fit
+from vllm_kvselect.calibration.normal_equations import Spread
 from vllm_kvselect.calibration.quality import BUDGETS, divergences
 from vllm_kvselect.calibration.settings import CalibrationConfig
+from vllm_kvselect.calibration.trial import tried
 from vllm_kvselect.calibration.tuning import tuned
 from vllm_kvselect.machine import dtype_name
 from vllm_kvselect.offline.attention import attending_layers
@@ -23,11 +27,14 @@ from vllm_kvselect.probes.places import default_path
 from vllm_kvselect.tiny_model import NAME
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def calibrated(config: CalibrationConfig) -> tuple[Path, ProbeFacts]:
-    """Fits a probe, tunes it if steps are asked for, and writes it; progress bars on stderr.
+    """Fits a probe, tunes it if steps are asked for, and writes it.
+
+    On stderr it says what that will take, and shows how far it is. It may be stopped: the same
+    configuration goes on after the fit, or after the steps that were kept last.
 
     Args:
         config: Model and texts.
@@ -43,19 +50,33 @@ def calibrated(config: CalibrationConfig) -> tuple[Path, ProbeFacts]:
         make_place(config.out)
     model, tokenizer = load_model(config.model, config.dtype), load_tokenizer(config.model)
     of_model = model_facts(model, config.model)
+    settings = {
+        **config.model_dump(mode="json", exclude={"model", "out"}),
+        "dtype": dtype_name(model.dtype),
+        "texts": [Path(each).name for each in config.texts],  # a folder's place is private
+    }
+    path = config.out or default_path(of_model.name, of_model.fingerprint)
     contexts = contexts_to_fit(tokenizer, config)
     left_out = contexts_left_out(tokenizer, config)
-    with Progress(console=Console(stderr=True)) as progress:
-        totals = {"fit": len(contexts), "tune": config.steps, "judge": len(left_out)}
+    decides = (__version__, of_model.model_dump(), settings, contexts)
+    checkpoint = Checkpoint.beside(path, *decides)
+    begun = checkpoint.read()
+    totals = {"fit": len(contexts), "tune": config.steps, "judge": len(left_out)}
+    before = {
+        "fit": len(contexts) if begun else 0,
+        "tune": int(begun["step"]) if "step" in begun else 0,
+        "judge": 0,
+    }
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    trial = tried(model, tokenizer, contexts[0], config)
+    console.print(trial.said(*(total - before[part] for part, total in totals.items())))
+    with Progress(console=console) as progress:
         bars = {
-            name: progress.add_task(name, total=total, visible=total > 0)
-            for name, total in totals.items()
+            part: progress.add_task(part, total=total, visible=total > 0, completed=before[part])
+            for part, total in totals.items()
         }
-        done = {name: partial(progress.advance, bar) for name, bar in bars.items()}
-        weights, spread = fit(model, tokenizer, contexts, config, done["fit"])
-        probes = [weights]
-        if config.steps:
-            probes += [tuned(model, tokenizer, weights, spread, contexts, config, done["tune"])]
+        done = {part: partial(progress.advance, bar) for part, bar in bars.items()}
+        probes = _probes(model, tokenizer, contexts, config, checkpoint, begun, done)
         judged = torch.zeros(len(probes), len(BUDGETS), dtype=torch.float64)
         for context in left_out:
             judged += divergences(model, tokenizer, context, probes, config.part) / len(left_out)
@@ -64,11 +85,7 @@ def calibrated(config: CalibrationConfig) -> tuple[Path, ProbeFacts]:
     facts = ProbeFacts(
         written_by=__version__,
         model=of_model,
-        settings={
-            **config.model_dump(mode="json", exclude={"model", "out"}),
-            "dtype": dtype_name(model.dtype),
-            "texts": [Path(each).name for each in config.texts],  # a folder's place is private
-        },
+        settings=settings,
         quality=QualityFacts(
             num_tokens=sum(map(len, contexts)),
             num_tokens_left_out=sum(map(len, left_out)),
@@ -77,9 +94,35 @@ def calibrated(config: CalibrationConfig) -> tuple[Path, ProbeFacts]:
             tuned=of_probes[-1],
         ),
     )
-    path = config.out or default_path(of_model.name, of_model.fingerprint)
     Probe(probes[-1].cpu(), facts).save(path)
+    checkpoint.remove()
     return path, facts
+
+
+def _probes(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    contexts: list[list[int]],
+    config: CalibrationConfig,
+    checkpoint: Checkpoint,
+    begun: dict[str, torch.Tensor],
+    done: Mapping[str, Callable[[], None]],
+) -> list[torch.Tensor]:
+    """The fitted weights and, if steps are asked for, the tuned ones; kept on the way."""
+    if not begun:
+        weights, spread = fit(model, tokenizer, contexts, config, done["fit"])
+        begun = {"weights": weights, **spread._asdict()}
+        checkpoint.keep(begun)
+    begun = {name: tensor.to(model.device) for name, tensor in begun.items()}
+    weights, spread = begun["weights"], Spread(*(begun[name] for name in Spread._fields))
+    if not config.steps:
+        return [weights]
+
+    def keep(state: dict[str, torch.Tensor]) -> None:
+        checkpoint.keep(begun | state)
+
+    of_tuning = (weights, spread, contexts, config, done["tune"], begun, keep)
+    return [weights, tuned(model, tokenizer, *of_tuning)]
 
 
 def model_facts(model: "PreTrainedModel", name: str) -> ModelFacts:

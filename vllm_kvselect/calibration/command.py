@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_kvselect.calibration.settings import CalibrationConfig
+from vllm_kvselect.calibration.settings import QUICK, CalibrationConfig
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.kinds import KINDS
 from vllm_kvselect.offline.parsing import parts
@@ -38,6 +38,9 @@ def calibrate(
     dtype: Annotated[
         str, typer.Option(help="By default the model's on a GPU, else a fast one.")
     ] = _DEFAULTS.dtype,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fit 2,000 tokens, tune nothing: a minute's work.")
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(help="File to write.", show_default="one in the cache, named by the model"),
@@ -48,8 +51,13 @@ def calibrate(
     A model that can repeat a text word for word can answer whatever is asked of it later. The probe
     is fitted to what KVzip retains for that, and then tuned by gradient until the model repeats
     texts from what the probe retains. It is made once per model, and of use with this model alone.
+
+    It says first how long it will take. When it was stopped, the same command goes on.
     """
-    config = CalibrationConfig.parse({**locals(), "texts": parts(texts)})
+    values = {**locals(), "texts": parts(texts)}
+    if values.pop("quick"):
+        values |= QUICK
+    config = CalibrationConfig.parse(values)
 
     # Here, because they need torch and transformers; other commands answer without.
     try:

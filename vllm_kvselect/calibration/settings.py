@@ -10,6 +10,9 @@ from vllm_kvselect.offline.parsing import parsed
 TEXTS: Final = ("prose", "code", "several-needles", "pairs")
 """Kinds of texts that a probe is made from, if no others are asked for."""
 
+QUICK: Final = {"tokens": 2000, "length": 500, "steps": 0}
+"""What `--quick` asks for, whatever else is said."""
+
 
 class CalibrationConfig(BaseModel):
     """Which model is calibrated, on which texts, and how.

@@ -1,7 +1,7 @@
 """A probe tuned end to end: to what the model says of a text, not to a score of its entries."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -21,9 +21,15 @@ if TYPE_CHECKING:
 SHARES: Final = (1 / 4, 1 / 8, 1 / 16, 1 / 32)
 """Of the entries: one probe serves all budgets."""
 
+KEPT_EVERY: Final = 10
+"""Steps between two of which the state is kept: half a minute of the small model."""
+
 _NUM_WARM_UP = 10
 _SOFTNESS = (0.5, 0.15)
 """At the first step and at the last one: gradients reach far first, and gates close then."""
+
+_OF_ADAM: Final = ("step", "exp_avg", "exp_avg_sq")
+"""What PyTorch's Adam remembers of a parameter."""
 
 
 def tuned(
@@ -34,6 +40,8 @@ def tuned(
     contexts: Sequence[list[int]],
     config: CalibrationConfig,
     done: Callable[[], None] = lambda: None,
+    begun: Mapping[str, torch.Tensor] | None = None,
+    keep: Callable[[dict[str, torch.Tensor]], None] = lambda state: None,
 ) -> torch.Tensor:
     """Tunes a probe by gradient so that the model repeats a text as it does with the full cache.
 
@@ -55,6 +63,8 @@ def tuned(
         contexts: Token ids of the texts.
         config: Steps, size of the parts, rate, seed.
         done: Called after each step.
+        begun: What `keep` got last of a tuning that was stopped: this one goes on from there.
+        keep: Called every `KEPT_EVERY` steps with all that later steps depend on.
 
     Returns:
         Tuned weights, of the same shape and type.
@@ -66,7 +76,8 @@ def tuned(
     in_units = begun_with.clone().requires_grad_()
     optimizer = torch.optim.Adam([in_units], lr=config.rate)
     generator = torch.Generator().manual_seed(config.seed)
-    for step in range(config.steps):
+    first = _take_up(begun, in_units, optimizer, generator) if begun and "step" in begun else 0
+    for step in range(first, config.steps):
         context = contexts[step % len(contexts)]
         parts = list(chunks(tokenizer, context, Replay(config.part)))
         part = parts[int(torch.randint(len(parts), (), generator=generator))]
@@ -89,7 +100,34 @@ def tuned(
         loss.backward()
         optimizer.step()
         done()
+        if (step + 1) % KEPT_EVERY == 0:
+            keep(_state(in_units, optimizer, generator))
     return spread.of_features((begun_with + in_units.detach()) / 2).to(weights.dtype)
+
+
+def _state(
+    in_units: torch.Tensor, optimizer: torch.optim.Optimizer, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    of_adam = optimizer.state[in_units]
+    state = {name: of_adam[name].clone() for name in _OF_ADAM}
+    return {"in_units": in_units.detach().clone(), "generator": generator.get_state(), **state}
+
+
+def _take_up(
+    begun: Mapping[str, torch.Tensor],
+    in_units: torch.Tensor,
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator,
+) -> int:
+    """Puts a state back, and says how many steps are behind it."""
+    with torch.no_grad():
+        in_units.copy_(begun["in_units"])
+    of_adam = {name: begun[name] for name in _OF_ADAM}
+    optimizer.load_state_dict(
+        {"state": {0: of_adam}, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
+    generator.set_state(begun["generator"].cpu())
+    return int(begun["step"])
 
 
 def _gates(scores: torch.Tensor, softness: float) -> torch.Tensor:

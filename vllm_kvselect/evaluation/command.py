@@ -75,6 +75,7 @@ def evaluate(
     """Measure what a model still answers right after eviction.
 
     given-answers: known answers read along: prose, code, needles, pairs, or texts of --data.
+    instructions: rules before a long text, read along as they are obeyed after it.
     own-answers: the full cache's long answers, read along under decode budgets.
     stories: how long answers become that the model ends itself.
     needles: a number hidden in prose, by depth and length. ruler: RULER's 13 tasks. longbench:

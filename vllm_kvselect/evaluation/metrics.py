@@ -81,6 +81,11 @@ def _contains(prediction: str, reference: str) -> float:
     return float(reference.lower() in text.lower())
 
 
+def _absent(prediction: str, reference: str) -> float:
+    """Whether a secret was kept."""
+    return 1 - _contains(prediction, reference)
+
+
 def _begins(prediction: str, reference: str) -> float:
     return float(prediction.strip().startswith(reference))
 
@@ -159,6 +164,7 @@ METRICS: Mapping[str, Metric] = {
     "string_match_all": _string_match_all,
     "string_match_part": _best_of(_contains),
     "exact": _best_of(_begins),
+    "absent": _best_of(_absent),
     "qa_f1": _best_of(_qa_f1),
     "qa_f1_first_line": _first_line(_best_of(_qa_f1)),
     "rouge_l": _best_of(rouge_l),

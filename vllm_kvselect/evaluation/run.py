@@ -13,6 +13,7 @@ from vllm_kvselect.evaluation.predictions import read, write
 from vllm_kvselect.evaluation.scores import scored
 from vllm_kvselect.evaluation.settings import EvaluationConfig, SuiteName
 from vllm_kvselect.evaluation.suites.given_answers import given_answers
+from vllm_kvselect.evaluation.suites.instructions import instructions
 from vllm_kvselect.evaluation.suites.long_answers import long_answers
 from vllm_kvselect.evaluation.suites.longbench import longbench
 from vllm_kvselect.evaluation.suites.needles import needles
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 SUITES: "dict[SuiteName, Suite]" = {
     "given-answers": given_answers,
+    "instructions": instructions,
     "own-answers": own_answers,
     "stories": stories,
     "needles": needles,

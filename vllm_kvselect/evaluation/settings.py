@@ -15,6 +15,7 @@ from vllm_kvselect.request import REQUEST_KEYS
 
 SuiteName = Literal[
     "given-answers",
+    "instructions",
     "own-answers",
     "stories",
     "needles",

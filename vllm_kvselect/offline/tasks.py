@@ -105,7 +105,7 @@ def passages(
         raise EvaluationError(f"a prompt of {prompt_len} tokens has no room for a passage")
     cases = []
     for index in range(num_prompts):
-        hay = _run_of_tokens(tokenizer, texts, rng, room)
+        hay = run_of_tokens(tokenizer, texts, rng, room)
         depth = (index + 0.5) / num_prompts
         at = round(depth * (room - PASSAGE_LEN))
         cue, answer = hay[at : at + CUE_LEN], hay[at + CUE_LEN : at + PASSAGE_LEN]
@@ -256,7 +256,7 @@ def _pairs(
     return Case(context, cue, answer, depth)
 
 
-def _run_of_tokens(
+def run_of_tokens(
     tokenizer: "PreTrainedTokenizerBase", texts: list[str], rng: random.Random, length: int
 ) -> list[int]:
     """Tokens from a random paragraph on, continuing with the next texts."""

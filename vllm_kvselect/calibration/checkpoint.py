@@ -1,0 +1,70 @@
+"""What a calibration has done so far, in a file beside its result: it may end at any time."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from vllm_kvselect.config import ConfigError
+from vllm_kvselect.probes.file import make_place
+
+_OF: Final = "of"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A calibration's progress.
+
+    Attributes:
+        path: The file.
+        of: Digest of all that decides the result: progress of another calibration is not found.
+    """
+
+    path: Path
+    of: str
+
+    @classmethod
+    def beside(cls, result: Path, *decides: Any) -> Self:
+        """The progress of what will be in a file.
+
+        Args:
+            result: The file.
+            decides: All that decides what will be in it, as JSON takes it.
+        """
+        digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+        return cls(result.with_name(f".{result.name}.begun"), digest)
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """What was kept, by name; empty where nothing was, or by a calibration of another kind."""
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                if (file.metadata() or {}).get(_OF) != self.of:
+                    return {}
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return {}
+
+    def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Puts these in place of what was kept, all of them or none.
+
+        Raises:
+            ConfigError: If they cannot be written.
+        """
+        make_place(self.path)
+        unfinished = self.path.with_name(f"{self.path.name}.unfinished")
+        try:
+            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(contiguous, unfinished, {_OF: self.of})
+            unfinished.replace(self.path)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"cannot write {self.path}: {error}") from None
+
+    def remove(self) -> None:
+        """Removes the file: the calibration is done."""
+        self.path.unlink(missing_ok=True)
