@@ -2,10 +2,10 @@
 
 Run as a module, with `time` or `launches`; prints JSON.
 
-`time`: what the CUDA builder makes of a step's metadata, in microseconds, the median of many steps:
-for methods that look through no queries, or through those of the last tokens, with rounds to come
-or without. Tensors are a processor's, and so are copies and operators: on a card these are
-launches, which take about as long. Nothing is attended to.
+`time`: what the CUDA builder makes of a step's metadata, in microseconds of a core, the median of
+many steps: for methods that look through no queries, or through those of the last tokens, with
+rounds to come or without. Tensors are a processor's, and so are copies and operators: on a card
+these are launches, which take about as long. Nothing is attended to.
 
 `launches`: what a step in which nothing changed launches in so many layers on the fake device of
 `fake_device.py`, where four rows may run at once; of attention's own call only the kernel that
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
-from time import perf_counter
+from time import thread_time
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,9 +65,9 @@ def microseconds(values: dict[str, Any], num_rows: int) -> float:
     taken = []
     for _ in range(NUM_STEPS):
         common = layers.common(rows)
-        begin = perf_counter()
+        begin = thread_time()
         builder.build(0, common)
-        taken.append(1e6 * (perf_counter() - begin))
+        taken.append(1e6 * (thread_time() - begin))
         for request in requests:
             request.num_computed += 1
     return round(median(taken[5:]), 1)
