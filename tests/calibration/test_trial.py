@@ -42,4 +42,5 @@ def test_it_is_said_before_the_work_begins(llama_folder: Path, tmp_path: Path) -
     result = run(str(llama_folder), *options)
     assert result.exit_code == 0, result.output
     assert "takes about 1 min and" in result.stderr
+    assert "->" not in result.stdout, "nothing was tuned"
     assert QUICK.items() <= Probe.load(path).facts.settings.items()

@@ -71,7 +71,7 @@ def calibrate(
     quality = facts.quality
     of_budgets = zip(quality.budgets, quality.fitted, quality.tuned, strict=True)
     judged = ", ".join(
-        (f"{was:.3f} -> {now:.3f}" if steps else f"{now:.3f}") + f" at {share:.2%}"
+        (f"{was:.3f} -> {now:.3f}" if config.steps else f"{now:.3f}") + f" at {share:.2%}"
         for share, was, now in of_budgets
     )
     typer.echo(
