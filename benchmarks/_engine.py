@@ -89,7 +89,8 @@ def run_child(script: str, job: Job, timeout: float | None = None) -> dict[str, 
         finally:
             stop(child)
         if child.returncode == 0:
-            return json.loads(reply)
+            answer: dict[str, Any] = json.loads(reply)
+            return answer
         log.seek(0)
         raise failed(log.read())
 
@@ -124,7 +125,8 @@ def bytes_of_tokens(model: str, dtype: str, num_tokens: int) -> int:
     """Bytes that so many tokens take in a KV cache, in all layers."""
     config = json.loads((Path(model) / "config.json").read_text())
     width = 2 * config["num_key_value_heads"] * config.get("head_dim", 64)
-    return num_tokens * width * config["num_hidden_layers"] * (4 if dtype == "float32" else 2)
+    per_token: int = width * config["num_hidden_layers"] * (4 if dtype == "float32" else 2)
+    return num_tokens * per_token
 
 
 def engine_arguments(job: Job) -> dict[str, Any]:
@@ -159,7 +161,8 @@ def sampling(job: Job) -> "SamplingParams":
 def ask(llm: "LLM", job: Job, prompts: Sequence[list[int]]) -> list["RequestOutput"]:
     """Answers to some prompts at once."""
     given = [{"prompt_token_ids": [*ids]} for ids in prompts]
-    return llm.generate(given, sampling(job), use_tqdm=False)
+    answers: list[RequestOutput] = llm.generate(given, sampling(job), use_tqdm=False)
+    return answers
 
 
 def describe(llm: "LLM") -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from vllm_kvselect.registry import AUTO, KNOWN_METHODS, METHODS, PARAMETERS, nearest
+from vllm_kvselect.registry import AUTO, AUTO_INTERVAL, KNOWN_METHODS, METHODS, PARAMETERS, nearest
 from vllm_kvselect.scorers import Parameters
 from vllm_kvselect.settings import Setting
 
@@ -159,7 +159,7 @@ class EvictionConfig(BaseModel):
             operator=True,
             option="TOKENS",
             in_requests=True,
-            otherwise="2048 where auto takes layer-probe, else 0",
+            otherwise=f"{AUTO_INTERVAL} where auto takes layer-probe, else 0",
         ),
     ] = 0
     keep_first: Annotated[

@@ -1,12 +1,20 @@
 """`auto` takes the best method that a model allows, and says which and why."""
 
+import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm import LLM
 
-from tests.engine.random_models import random_llama, with_positions_of_several_parts
+from tests.engine.random_hybrids import falcon_h1, saved
+from tests.engine.random_models import (
+    random_gemma3,
+    random_llama,
+    with_positions_of_several_parts,
+)
 from tests.engine.test_arguments import parse, said
 from tests.engine.test_unreadable_projections import (  # noqa: F401 (fixture)
     PROMPT,
@@ -18,6 +26,7 @@ from tests.probe_files import probe_of
 from vllm_kvselect.config import CONFIG_KEY, ConfigError
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutAsyncScheduler, CutScheduler
 from vllm_kvselect.registry import METHODS, PREFERRED
+from vllm_kvselect.tiny_model import tiny_model
 
 AUTO = ("--kv-eviction", "auto", "--kv-eviction-budget", "0.25")
 BLOCKS = ("--block-size", "32")
@@ -74,6 +83,29 @@ def test_prompts_are_cut_where_that_suits_the_method_and_nothing_else_is_asked_f
     command = ("--kv-eviction-budget", "0.25", *LONG, *options)
     settings = config_of(*command).additional_config[CONFIG_KEY]
     assert (settings["method"], settings["prompt_interval"]) == ("layer-probe", interval)
+
+
+def test_contexts_for_a_folder_are_marked_and_drafters_find_no_states(tmp_path: Path) -> None:
+    drafter = {"method": "draft_model", "model": str(tiny_model()), "num_speculative_tokens": 2}
+    for options in (
+        ("--kv-eviction-context", "1000", "--kv-eviction-context-store", str(tmp_path / "store")),
+        ("--speculative-config", json.dumps(drafter)),
+    ):
+        settings = config_of(*AUTO, *LONG, *BLOCKS, *options).additional_config[CONFIG_KEY]
+        assert (settings["method"], settings["prompt_interval"]) == ("layer-probe", 0)
+
+
+@pytest.mark.parametrize("make", [random_gemma3, partial(saved, falcon_h1)])
+def test_where_states_are_not_shared_none_are_made(
+    make: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    """Beside windows, and beside states of the model's own in the same layers."""
+    probe = ("--kv-eviction-probe", str(probe_of(random_llama(tmp_path / "llama", 2))))
+    make(tmp_path / "model")
+    model = ("--model", str(tmp_path / "model"), "--skip-tokenizer-init", "--max-model-len", "4096")
+    options = (*model, *probe, "--enable-prefix-caching")
+    settings = config_of(*AUTO, *options).additional_config[CONFIG_KEY]
+    assert (settings["method"], settings["prompt_interval"]) == ("layer-probe", 0)
 
 
 def test_the_log_says_that_prompts_are_cut_and_how_to_leave_it(
