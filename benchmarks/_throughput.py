@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from _engine import (
     Job,
+    ask,
     describe,
     empty_prefix_cache,
     engine_arguments,
@@ -31,8 +32,8 @@ def measure(job: Job) -> Result:
     llm = LLM(**engine_arguments(job))
     found = all_at_once(llm, job)
     prefill_seconds = _timed(llm, job, 1)  # one token drops nothing: without selection
-    first_token_seconds = _first_token_seconds(llm, job)
-    return found | {"prefill_seconds": prefill_seconds, "first_token_seconds": first_token_seconds}
+    alone = _first_token_seconds(llm, job)
+    return found | {"prefill_seconds": prefill_seconds, "first_token_seconds": alone}
 
 
 def all_at_once(llm: "LLM", job: Job) -> Result:
@@ -89,24 +90,26 @@ def _timed(llm: "LLM", job: Job, output_len: int) -> float:
 
 
 def _first_token_seconds(llm: "LLM", job: Job) -> float:
-    """Median seconds to the first token of one prompt alone, selection included."""
+    """Median seconds to the first token of one prompt alone."""
     seconds = []
     for _ in range(FIRST_TOKENS):
         empty_prefix_cache(llm)
-        # Two tokens, since one drops nothing.
-        (output,) = generate(llm, job["prompts"][:1], 2)
-        seconds.append(output.metrics.first_token_latency)
+        seconds += first_token_seconds(llm, job["prompts"][:1])
     return statistics.median(seconds)
+
+
+def first_token_seconds(llm: "LLM", prompts: list[list[int]]) -> list[float]:
+    """Seconds to the first token of each prompt, one after the other.
+
+    Each asks for a second one, too: of a prompt that only one token follows nothing is dropped.
+    """
+    outputs = [generate(llm, [prompt], 2)[0] for prompt in prompts]
+    return [output.metrics.first_token_latency for output in outputs]
 
 
 def generate(llm: "LLM", prompts: list[list[int]], output_len: int) -> list["RequestOutput"]:
     """Generates exactly `output_len` tokens per prompt, or fails."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False
-    )
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    outputs = ask(llm, {"output_len": output_len}, prompts)
     counts = [len(output.outputs[0].token_ids) for output in outputs]
     if counts != [output_len] * len(prompts):
         raise RuntimeError(f"asked {len(prompts)} times for {output_len} tokens, got {counts}")

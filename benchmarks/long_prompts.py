@@ -16,9 +16,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from _engine import MIB, Job, bytes_of_tokens, default_model, run_child, run_in_turn, run_script
+from _engine import (
+    MIB,
+    Job,
+    bytes_of_tokens,
+    default_model,
+    eviction_stats,
+    reset_eviction_stats,
+    run_child,
+    run_in_turn,
+    run_script,
+)
 from _texts import plain_prompts
-from _throughput import all_at_once, generate, watched
+from _throughput import all_at_once, first_token_seconds, generate, watched
 from rich.table import Table
 
 from vllm_kvselect.config import EvictionConfig
@@ -207,7 +217,7 @@ def measure(job: Job) -> Result:
     import time
 
     from _engine import engine_arguments
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     if job["task"] == "throughput":
         return all_at_once(LLM(**engine_arguments(job)), job)
@@ -222,15 +232,13 @@ def measure(job: Job) -> Result:
             "blocks": num_blocks,
             "most_blocks_per_request": round(max(held) * num_blocks),
         }
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     warm_up, prompt = job["prompts"]
-    llm.generate([{"prompt_token_ids": warm_up[:4096]}], params, use_tqdm=False)
-    seconds = {}
-    for length in job["lengths"]:
-        started = time.perf_counter()
-        llm.generate([{"prompt_token_ids": prompt[:length]}], params, use_tqdm=False)
-        seconds[str(length)] = time.perf_counter() - started
-    return seconds
+    first_token_seconds(llm, [warm_up[:4096]])
+    reset_eviction_stats(llm, job)
+    prompts = [prompt[:length] for length in job["lengths"]]
+    seconds = first_token_seconds(llm, prompts)
+    eviction_stats(llm, {**job, "prompts": prompts})
+    return dict(zip(map(str, job["lengths"]), seconds, strict=True))
 
 
 if __name__ == "__main__":

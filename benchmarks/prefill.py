@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from _engine import (
@@ -30,15 +30,13 @@ from _engine import (
     run_script,
 )
 from _texts import plain_prompts
+from _throughput import first_token_seconds
 from rich.table import Table
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.machine import dtype_name, fast_dtype, machine
 from vllm_kvselect.offline.tables import console as table_console
 from vllm_kvselect.shallow_model import shallow_copy
-
-if TYPE_CHECKING:
-    from vllm import LLM
 
 Result = dict[str, Any]
 LLAMA_3_8B = {
@@ -176,11 +174,11 @@ def measure(job: Job) -> Result:
     with _timed_attention() as seconds:
         for length in job["lengths"]:
             prompts = _prompts(job, length)
-            _first_token_seconds(llm, [prompts[-1][: min(length, 4096)]])
+            first_token_seconds(llm, [prompts[-1][: min(length, 4096)]])
             empty_prefix_cache(llm)
             reset_eviction_stats(llm, job)
             seconds.clear()
-            first.append(_first_token_seconds(llm, prompts[:-1]))
+            first.append(statistics.fmean(first_token_seconds(llm, prompts[:-1])))
             stats = eviction_stats(llm, {**job, "prompts": []})
             chosen = stats.get("estimate_seconds", 0.0)
             estimate.append(chosen / job["num_prompts"])
@@ -236,17 +234,6 @@ def _timed_attention() -> Iterator[list[float]]:
     finally:
         for each, forward in originals.items():
             each.forward = forward
-
-
-def _first_token_seconds(llm: "LLM", prompts: list[list[int]]) -> float:
-    """Mean seconds that prompts take to their first token, one after the other."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-    started = time.perf_counter()
-    for prompt in prompts:
-        llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    return (time.perf_counter() - started) / len(prompts)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from _engine import (
@@ -31,6 +31,7 @@ from _engine import (
     run_script,
 )
 from _texts import plain_prompts
+from _throughput import first_token_seconds
 from rich.console import Console
 from rich.table import Table
 
@@ -38,9 +39,6 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.machine import dtype_name, fast_dtype, machine
 from vllm_kvselect.offline.tables import console as table_console
 from vllm_kvselect.registry import METHODS
-
-if TYPE_CHECKING:
-    from vllm import LLM
 
 Result = dict[str, Any]
 BLOCK_SIZE = 32
@@ -128,34 +126,14 @@ def measure(job: Job) -> Result:
     prefill, selection = [], []
     for length in job["lengths"]:
         prompts, _ = plain_prompts(tokenizer, job["num_prompts"] + 1, length)
-        _first_token_seconds(llm, prompts[-1:])  # what is done once for a length is done here
+        first_token_seconds(llm, prompts[-1:])  # what is done once for a length is done here
         empty_prefix_cache(llm)
         reset_eviction_stats(llm, job)
-        prefill.append(_first_token_seconds(llm, prompts[:-1]))
+        prefill.append(statistics.fmean(first_token_seconds(llm, prompts[:-1])))
         stats = eviction_stats(llm, {**job, "prompts": prompts[:-1]})
         selection.append(stats["selection_seconds"] / job["num_prompts"])
         empty_prefix_cache(llm)
     return {"prefill_seconds": prefill, "selection_seconds": selection, **describe(llm)}
-
-
-def _first_token_seconds(llm: "LLM", prompts: list[list[int]]) -> float:
-    """Mean seconds that prompts take to their first token, one after the other.
-
-    Each asks for a second token, too: of a prompt that only one token follows nothing is dropped.
-    """
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
-    before = _waited(llm)
-    for prompt in prompts:
-        llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    return (_waited(llm) - before) / len(prompts)
-
-
-def _waited(llm: "LLM") -> float:
-    """Seconds that all requests so far waited for their first tokens."""
-    metrics = {each.name: each for each in llm.get_metrics()}
-    return metrics["vllm:time_to_first_token_seconds"].sum
 
 
 def _extra_memory(length: int, config: EvictionConfig) -> int:

@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("benchmarks", "configs", "docs", "packaging", "patches", "tests", "vllm_kvselect")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.*"))]
 FILE = re.compile(r"`(?:python )?((?:\w+/)*\w+\.(?:cpp|json|md|py|toml|yaml))\b")
-MOST_WORDS = 27_800
+MOST_WORDS = 26_100
 OPTION = re.compile(r"--kv-(?:eviction|prefill)[a-z-]*")
 
 
@@ -96,10 +96,10 @@ def test_every_metric_that_is_shown_somewhere_has_a_row() -> None:
     assert named <= listed
 
 
-def test_every_module_of_the_engine_has_a_line() -> None:
-    listed = {row.split()[0] for row in rows("modules", "    ")}
+def test_every_module_of_the_engine_is_listed() -> None:
+    listed = set(re.findall(r"\w+", " ".join(rows("modules", "    "))))
     files = (ROOT / "vllm_kvselect" / "engine").rglob("*.py")
-    assert {path.name for path in files if path.name != "__init__.py"} <= listed
+    assert {path.stem for path in files if path.name != "__init__.py"} <= listed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

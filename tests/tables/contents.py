@@ -120,7 +120,7 @@ def metrics() -> str:
 
 
 def modules() -> str:
-    """A line for each room, and for each module of the engine and of the ground.
+    """A line for each room, with its modules by name, and for each module of the ground.
 
     Rooms stand in the order in which they may import one another, as pyproject.toml has it.
     """
@@ -132,8 +132,6 @@ def _lines(part: Path, depth: int) -> list[str]:
         return [_line(part.name, first_clause(part), depth)]
     lines = [_line(f"{part.name}/", first_clause(part / "__init__.py"), depth)]
     inner = parts(part)
-    if PACKAGE / "engine" in (part, *part.parents):
-        return lines + [line for each in inner for line in _lines(each, depth + 1)]
     if not any(part in path.parents for path in served()):
         return lines
     names = ", ".join(each.stem for each in inner if each.is_file())
