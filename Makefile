@@ -52,7 +52,8 @@ test-next: develop ## the tests that need no compiled code, on a newer vLLM (ARG
 
 load: develop ## a crowded server, crowded engines, and tests that take too long for `make test`
 	$(BIN)/pytest -n 2 --dist loadgroup -m load
-	$(BIN)/pytest tests/engine/test_machine.py -k ten_thousand --machine-steps 200000
+	$(BIN)/pytest tests/engine/test_machine.py -k ten_thousand --machine-steps 200000 \
+		--timeout 0 -o faulthandler_timeout=0
 	$(BIN)/python -m tests.load.soak --minutes 5
 	$(BIN)/python -m tests.load.equivalence --num-requests 500 --num-distinct 100
 

@@ -136,9 +136,15 @@ def test_a_gpu_is_named_with_its_capability() -> None:
     assert findings["hooks"].text.startswith(f"all {len(sources.KNOWN_SOURCES)} functions")
 
 
-def test_another_platform_stops_everything(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("rocm", "platform 'rocm' has no backend yet"), (None, "vLLM finds no device here")],
+)
+def test_another_platform_and_none_stop_everything(
+    name: str | None, said: str, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu, "is_cuda", lambda: False)
-    monkeypatch.setattr(gpu, "device_name", "rocm")
+    monkeypatch.setattr(gpu, "device_name", name)
     findings = found()
     assert [*findings][-1] == "platform"
-    assert findings["platform"].text.startswith("platform 'rocm' has no backend yet")
+    assert findings["platform"].text.startswith(said)

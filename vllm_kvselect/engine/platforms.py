@@ -130,5 +130,7 @@ def unknown_platform() -> str | None:
     """Says that eviction does not know this platform; None if it does."""
     if platform() is not None:
         return None
+    if not (name := platform_name()):  # vLLM for CUDA, where no driver shows it a card
+        return "vLLM finds no device here; does `nvidia-smi` show one?"
     accepted = ", ".join(map(repr, PLATFORMS))
-    return f"platform {platform_name()!r} has no backend yet; accepted: {accepted}"
+    return f"platform {name!r} has no backend yet; accepted: {accepted}"
