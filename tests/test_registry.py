@@ -214,10 +214,10 @@ shape = Shape(2, 1, 8, 4, 1, 41, 3)
 layer = random_layer(shape, 0)
 for name in names:
     case = MethodCase(name)
-    retained = retain(case.inputs(shape, layer), 3, 4, case.config(window=1)).retained
+    retained = retain([case.inputs(shape, layer)], 3, 4, case.config(window=1)).retained
     assert len(retained) == 2 * 12, name
 case = MethodCase("late", {"slope": -1.0})
-first = retain(case.inputs(shape, layer), 3, 4, case.config(window=1)).retained
+first = retain([case.inputs(shape, layer)], 3, 4, case.config(window=1)).retained
 assert (first % shape.num_tokens).tolist() == [*range(12)] * 2
 # The command lines.
 parser = argparse.ArgumentParser()

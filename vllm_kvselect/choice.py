@@ -1,6 +1,7 @@
 """The choice of what is retained: score, rank, allocate, select, in all layers at once."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -47,59 +48,30 @@ class Sizes(NamedTuple):
 
 
 def retain(
-    inputs: ScoringInputs,
+    layers: Sequence[ScoringInputs],
     num_packed: int,
     block_size: int,
     config: EvictionConfig,
     kernels: Kernels = REFERENCES,
 ) -> Retention:
-    """Scores, allocates and selects: the whole choice of one layer for one prompt.
+    """Scores, allocates and selects: the whole choice for one prompt.
 
     Args:
-        inputs: Queries that the scorer looks through, keys of the whole prompt, and values of the
-            tokens before the tail: only these compete, the tail is retained anyway.
+        layers: Of each layer: queries that the scorer looks through, keys of the whole prompt, and
+            values of the tokens before the tail: only these compete, the tail is retained anyway.
         num_packed: Packed blocks, fewer than the values' tokens fill.
         block_size: Entries per page.
         config: Method and parameters.
         kernels: What computes the parts.
 
     Returns:
-        The retained entries, and the heads' runs, `[num_kv_heads + 1]`.
-    """
-    held = Held.of([inputs])
-    candidates = score(held, config, kernels)
-    retention = choose(held, candidates, Sizes([num_packed], block_size), config, kernels)
-    return retention._replace(offsets=retention.offsets[0])
-
-
-def score_layer(
-    inputs: ScoringInputs, config: EvictionConfig, kernels: Kernels = REFERENCES
-) -> Candidates:
-    """The first half of the choice, of one layer of one prompt: as `score`."""
-    return score(Held.of([inputs]), config, kernels).of_layer(0)
-
-
-def retain_pool(
-    candidates: Candidates,
-    num_packed: int,
-    block_size: int,
-    config: EvictionConfig,
-    kernels: Kernels = REFERENCES,
-) -> Retention:
-    """The second half, of all layers of one request that share its packed pages.
-
-    Args:
-        candidates: Stacked layers, `[num_layers, num_kv_heads, num_tokens]` each.
-        num_packed: Packed blocks.
-        block_size: Entries per page.
-        config: Method and parameters; the method is `pooled`.
-        kernels: What computes the parts.
-
-    Returns:
         The retained entries, and the heads' runs, `[num_layers * num_kv_heads + 1]`.
     """
-    assert KNOWN_METHODS[config.method].pooled
-    retention = choose(None, candidates, Sizes([num_packed], block_size), config, kernels)
+    held = Held.of(layers)
+    if not kernels.over_rows:  # nothing reads pages
+        held = replace(held, make_paged=None)
+    candidates = score(held, config, kernels)
+    retention = choose(held, candidates, Sizes([num_packed], block_size), config, kernels)
     return retention._replace(offsets=retention.offsets[0])
 
 

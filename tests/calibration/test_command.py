@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from papers.continuation import continue_prompt
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typer.testing import CliRunner, Result
 
@@ -14,7 +15,7 @@ from vllm_kvselect.calibration.settings import CalibrationConfig
 from vllm_kvselect.cli import app
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.machine import dtype_name, fast_dtype
-from vllm_kvselect.offline.capture import capture, continue_prompt
+from vllm_kvselect.offline.capture import capture
 from vllm_kvselect.offline.kvzip import Replay, chunks
 from vllm_kvselect.offline.retained import Prompt, retained_entries
 from vllm_kvselect.probes.file import Probe

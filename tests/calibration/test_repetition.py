@@ -5,12 +5,13 @@ import math
 
 import pytest
 import torch
+from papers.continuation import continue_prompt
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.engine.random_hybrids import granite_h
 from tests.offline.conftest import NUM_KV_HEADS, NUM_LAYERS
 from vllm_kvselect.calibration.repetition import divergence, repeated
-from vllm_kvselect.offline.capture import Layer, capture, continue_prompt
+from vllm_kvselect.offline.capture import Layer, capture
 from vllm_kvselect.offline.kvzip import Chunk, Replay, chunks
 
 NUM_TOKENS = 96

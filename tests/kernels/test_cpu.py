@@ -125,8 +125,8 @@ def test_what_is_retained_is_as_good_as_what_the_reference_retains(
     layer = random_layer(shape, seed, torch.float32)
     inputs = case.inputs(shape, layer)
     options = (shape.num_packed, shape.block_size, case.config(window=shape.window))
-    expected = retain(inputs, *options)
-    retention = retain(BACKEND.ready(inputs), *options, kernels=cpu.KERNELS)
+    expected = retain([inputs], *options)
+    retention = retain([BACKEND.ready(inputs)], *options, kernels=cpu.KERNELS)
     both = set(retention.retained.tolist()) & set(expected.retained.tolist())
     assert len(both) >= expected.retained.numel() - 2
 

@@ -485,7 +485,7 @@ def test_a_broken_model_does_not_break_the_bookkeeping(backend: Backend, num_bad
             layer.key[1, 7 : 7 + num_bad] = layer.value[2, 3 : 3 + num_bad] = torch.nan
             inputs = backend.ready(case.inputs(shape, backend.placed(layer)))
             config = case.config(window=shape.window)
-            retention = retain(inputs, 2, 8, config, kernels=backend.kernels)
+            retention = retain([inputs], 2, 8, config, kernels=backend.kernels)
             assert int(retention.offsets[-1]) == 6, case
             assert len(set(retention.retained.tolist())) == 48, case
             assert int(retention.retained.min()) >= 0, case
@@ -498,8 +498,8 @@ def test_float64_goes_to_the_reference(backend: Backend, method: str) -> None:
     case = MethodCase(method)
     inputs = case.inputs(shape, backend.placed(random_layer(shape, 1)))
     config = case.config(window=3)
-    expected = retain(inputs, 2, 8, config)
-    retention = retain(backend.ready(inputs), 2, 8, config, kernels=backend.kernels)
+    expected = retain([inputs], 2, 8, config)
+    retention = retain([backend.ready(inputs)], 2, 8, config, kernels=backend.kernels)
     assert torch.equal(retention.retained, expected.retained)
 
 

@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from papers.continuation import continue_prompt
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.engine.random_hybrids import falcon_h1, granite_h, lfm2, nemotron_h, qwen3_next
 from tests.oracle import kvzip as oracle
 from vllm_kvselect.offline.attention import attending_layers, attention_replaced, keeps_states
-from vllm_kvselect.offline.capture import capture, continue_prompt
+from vllm_kvselect.offline.capture import capture
 from vllm_kvselect.offline.kvzip import Replay, chunks, kvzip_scores
 from vllm_kvselect.offline.rotations import UnknownRotation
 
