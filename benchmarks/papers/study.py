@@ -19,11 +19,11 @@ from papers.quantities import (
 )
 from papers.settings import AnalysisConfig
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.offline.capture import capture
+from vllm_kvselect.offline.capture import Layer, capture
+from vllm_kvselect.offline.kvzip import replayed
 from vllm_kvselect.offline.models import load_model, load_tokenizer
 from vllm_kvselect.offline.probes import probe_for
 from vllm_kvselect.offline.remembered import remembering
-from vllm_kvselect.offline.replayed import replayed
 from vllm_kvselect.offline.retained import Prompt
 from vllm_kvselect.offline.tasks import TASKS, Case, Scenario
 from vllm_kvselect.offline.texts import read_texts

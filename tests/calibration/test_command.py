@@ -16,7 +16,7 @@ from vllm_kvselect.cli import app
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.offline.capture import capture
-from vllm_kvselect.offline.kvzip import Replay, chunks
+from vllm_kvselect.offline.kvzip import chunks
 from vllm_kvselect.offline.retained import Prompt, retained_entries
 from vllm_kvselect.probes.file import Probe
 
@@ -69,7 +69,7 @@ def test_the_quality_is_that_of_the_probe_in_the_file(
             method = EvictionConfig(method="layer-probe", budget=budget, window=1)
             retained = retained_entries(prompt, method)
             everything, total = torch.ones_like(retained), 0.0
-            for chunk in chunks(tokenizer, context, Replay(config.part)):
+            for chunk in chunks(tokenizer, context, config.part):
                 runs = (
                     continue_prompt(llama, layers, context, chunk.token_ids, entries)
                     for entries in (everything, retained)

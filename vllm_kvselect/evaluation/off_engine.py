@@ -22,10 +22,10 @@ from vllm_kvselect.offline.answers import forced
 from vllm_kvselect.offline.attention import keeps_states
 from vllm_kvselect.offline.capture import Layer, capture
 from vllm_kvselect.offline.continuations import Continuations
+from vllm_kvselect.offline.kvzip import replayed
 from vllm_kvselect.offline.models import load_model, load_tokenizer
 from vllm_kvselect.offline.probes import probe_for
 from vllm_kvselect.offline.remembered import remembering
-from vllm_kvselect.offline.replayed import replayed
 from vllm_kvselect.offline.retained import Prompt, retained_entries
 from vllm_kvselect.offline.tasks import Scenario
 

@@ -7,12 +7,12 @@ causal language model that uses it will do, as long as its layers attend plainly
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from vllm_kvselect.offline.attention import (
     OutputProjections,
     attending_layers,
     attention_replaced,
+    causal_attention,
 )
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.rotations import LayerRotation, UnknownRotation, find_rotations
@@ -73,9 +73,7 @@ def capture(model: "PreTrainedModel", token_ids: list[int]) -> list[Layer]:
         index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         read[index] = (query[0].transpose(0, 1).contiguous(), key[0], value[0], scale)
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=True
-        )
+        return causal_attention(query, key, value, scale)
 
     with OutputProjections() as projections, attention_replaced(model, record, projections.watch):
         model.base_model(torch.tensor([token_ids], device=model.device), use_cache=False)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, get_args
 
 from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.models import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,7 +100,7 @@ def passages(
     """
     rng = random.Random(seed)
     begin = tokenizer.encode("")  # a BOS token, where the model wants one
-    gap = tokenizer.encode("\n\n", add_special_tokens=False)
+    gap = encode(tokenizer, "\n\n")
     room = prompt_len - len(begin) - len(gap) - CUE_LEN
     if room < 2 * PASSAGE_LEN:
         raise EvaluationError(f"a prompt of {prompt_len} tokens has no room for a passage")
@@ -186,16 +187,15 @@ def _needle(
     depth: float,
     num_needles: int,
 ) -> Needle:
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
     cities = rng.sample(CITIES, num_needles)
     digits = [str(rng.randrange(10**6, 10**7)) for _ in cities]
     depths = [depth, *(rng.random() for _ in cities[1:])]  # the first is asked for
     facts = [f"The special magic number for {city} is" for city in cities]
     begin = tokenizer.encode("")  # a BOS token, where the model wants one
-    hidden = [encode(f" {fact} {number}.") for fact, number in zip(facts, digits, strict=True)]
-    question = encode(f"\n\n{facts[0]}")
+    hidden = [
+        encode(tokenizer, f" {fact} {number}.") for fact, number in zip(facts, digits, strict=True)
+    ]
+    question = encode(tokenizer, f"\n\n{facts[0]}")
     room = prompt_len - len(begin) - sum(map(len, hidden)) - len(question)
     if room < 1:
         raise EvaluationError(f"a prompt of {prompt_len} tokens has no room for prose")
@@ -204,7 +204,7 @@ def _needle(
     prose: list[int] = []
     ends = [0]
     while len(prose) < room:
-        prose += encode(f" {_next(sentences, room)}")
+        prose += encode(tokenizer, f" {_next(sentences, room)}")
         ends.append(len(prose))
     surplus = len(prose) - room  # cut at the front, where a sentence may begin in its middle
     ends = [0, *(end - surplus for end in ends if end > surplus)]
@@ -215,7 +215,7 @@ def _needle(
     return Needle(
         context=[*begin, *hay],
         question=question,
-        answer=encode(f" {digits[0]}"),
+        answer=encode(tokenizer, f" {digits[0]}"),
         depth=round(places[0] / room, 3),
         digits=digits[0],
         city=cities[0],
@@ -229,9 +229,6 @@ _MOST_PAIRS = 9000
 def _pairs(
     tokenizer: "PreTrainedTokenizerBase", rng: random.Random, prompt_len: int, depth: float
 ) -> Case:
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
     begin = tokenizer.encode("")  # a BOS token, where the model wants one
     numbers = rng.sample(range(1000, 10000), min(prompt_len, _MOST_PAIRS))
     tokens: list[int] = []
@@ -241,8 +238,8 @@ def _pairs(
             raise EvaluationError(
                 f"a prompt of {prompt_len} tokens takes more pairs than there are; shorten it"
             )
-        cue = encode(f"\nRoute {numbers[len(lines)]} goes from")
-        answer = encode(f" {' to '.join(rng.sample(CITIES, 2))}")
+        cue = encode(tokenizer, f"\nRoute {numbers[len(lines)]} goes from")
+        answer = encode(tokenizer, f" {' to '.join(rng.sample(CITIES, 2))}")
         lines.append((len(tokens), cue, answer))
         tokens += cue + answer
     # The surplus is cut at the front; whatever is asked, the tokens from here on are left.
@@ -263,7 +260,7 @@ def run_of_tokens(
     paragraphs = _split(texts, rng, r"\n\s*\n", "\n\n")
     tokens: list[int] = []
     while len(tokens) < length:
-        tokens += tokenizer.encode(_next(paragraphs, length), add_special_tokens=False)
+        tokens += encode(tokenizer, _next(paragraphs, length))
     return tokens[:length]
 
 
