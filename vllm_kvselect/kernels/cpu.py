@@ -14,7 +14,7 @@ Sums are float32 in tiers 1 and 2.
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -147,25 +147,6 @@ def select_and_project(
     return selected
 
 
-def adaptive_pages(
-    scores: torch.Tensor, num_packed: Sequence[int], block_size: int, config: EvictionConfig
-) -> torch.Tensor:
-    """Twin of `allocation.adaptive_pages`."""
-    given = (scores, num_packed, block_size, config)
-    if scores.dtype != torch.float32:
-        return allocation.adaptive_pages(*given)
-    return allocation.adaptive_by_parts(best_first, _share_out, *given)
-
-
-def shared_pages(
-    scores: torch.Tensor, num_packed: Sequence[int], block_size: int, config: EvictionConfig
-) -> torch.Tensor:
-    """Twin of `allocation.shared_pages`."""
-    if scores.dtype != torch.float32:
-        return allocation.shared_pages(scores, num_packed, block_size, config)
-    return _share_out(scores, num_packed, block_size, 0, 1)
-
-
 def best_first(scores: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """Twin of `selection.best_first`."""
     if scores.dtype != torch.float32:
@@ -187,18 +168,6 @@ def select(scores: torch.Tensor, budgets: torch.Tensor, num_retained: int) -> to
     return _call("best_indices", _rows(scores), budgets, num_retained)
 
 
-def read_pages(cache: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Twin of `compaction.read_pages`."""
-    return _call("read_pages", cache, pages, places)
-
-
-def read_entries(
-    cache: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, block_size: int
-) -> torch.Tensor:
-    """Twin of `compaction.read_entries`."""
-    return _call("read_entries", cache, slots, places, block_size)
-
-
 def write_entries(
     cache: torch.Tensor,
     slots: torch.Tensor,
@@ -208,11 +177,6 @@ def write_entries(
 ) -> None:
     """Twin of `compaction.write_entries`."""
     _call("write_entries", cache, slots, places, block_size, entries)
-
-
-def look_up(codes: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Twin of `compaction.look_up`."""
-    return _call("look_up", codes, numbers)
 
 
 def extremes(vectors: torch.Tensor, size: int) -> Extremes:
@@ -237,6 +201,8 @@ def _share_out(
     scores: torch.Tensor, num_packed: Sequence[int], block_size: int, share: int, unit: int
 ) -> torch.Tensor:
     """Twin of `allocation.share_out`."""
+    if scores.dtype != torch.float32:
+        return allocation.share_out(scores, num_packed, block_size, share, unit)
     return _call("share_out", _rows(scores), num_packed, block_size, share, unit)
 
 
@@ -292,15 +258,15 @@ KERNELS = Kernels(
     probe_scores=probe_scores,
     projected_value_norms=projected_value_norms,
     select_pruned=select_pruned,
-    adaptive_pages=adaptive_pages,
-    shared_pages=shared_pages,
+    adaptive_pages=partial(allocation.adaptive_by_parts, best_first, _share_out),
+    shared_pages=partial(allocation.shared_by_parts, _share_out),
     best_first=best_first,
     best_mask=best_mask,
     select=select,
-    read_pages=read_pages,
-    read_entries=read_entries,
+    read_pages=partial(_call, "read_pages"),
+    read_entries=partial(_call, "read_entries"),
     write_entries=write_entries,
-    look_up=look_up,
+    look_up=partial(_call, "look_up"),
     extremes=extremes,
     criticality=criticality,
 )

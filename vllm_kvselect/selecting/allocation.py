@@ -18,6 +18,9 @@ from vllm_kvselect.selecting.selection import best_first
 SAFEGUARD_UNIT = 2**16
 """The safeguard is rounded to this fraction so that budgets are exact integers."""
 
+ShareOut = Callable[[torch.Tensor, Sequence[int], int, int, int], torch.Tensor]
+"""The signature of `share_out`."""
+
 
 def uniform_pages(
     scores: torch.Tensor, num_packed: Sequence[int], block_size: int, config: EvictionConfig
@@ -78,12 +81,23 @@ def shared_pages(
     Returns:
         As `adaptive_pages`.
     """
+    return shared_by_parts(share_out, scores, num_packed, block_size, config)
+
+
+def shared_by_parts(
+    share_out: ShareOut,
+    scores: torch.Tensor,
+    num_packed: Sequence[int],
+    block_size: int,
+    config: EvictionConfig,
+) -> torch.Tensor:
+    """`shared_pages`, made of a given part: the reference, or a twin."""
     return share_out(scores, num_packed, block_size, 0, 1)
 
 
 def adaptive_by_parts(
     best_first: Callable[[torch.Tensor, Sequence[int]], torch.Tensor],
-    share_out: Callable[[torch.Tensor, Sequence[int], int, int, int], torch.Tensor],
+    share_out: ShareOut,
     scores: torch.Tensor,
     num_packed: Sequence[int],
     block_size: int,
