@@ -1,10 +1,11 @@
-"""A small real model for tests, the demo and a first try, made on first use.
+"""A small real model for tests, the demo and a first try, made on first use, or a part of it.
 
 The weights come inside an ordinary Python package, as a quantised GGUF file, which vLLM does not
 load. They are converted once to the format it does load and kept in the user's cache.
 """
 
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,32 @@ def tiny_model(cache_dir: Path | None = None) -> Path:
             f"cannot write {folder}: {error}; make room there, or set XDG_CACHE_HOME to a folder "
             "with 800 MB to spare"
         ) from error
+    return folder
+
+
+def shallow_copy(model: Path, num_layers: int, folder: Path) -> Path:
+    """Copies a Llama-like model cut down to its first layers: a real one, many steps a second.
+
+    Args:
+        model: Folder of the model, its weights in one `model.safetensors`.
+        num_layers: Layers to keep.
+        folder: Folder to make.
+
+    Returns:
+        The folder.
+    """
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = num_layers
+    (folder / "config.json").write_text(json.dumps(config))
+    kept = {
+        name: weight
+        for name, weight in load_file(model / "model.safetensors").items()
+        if "layers." not in name or int(name.split(".")[2]) < num_layers
+    }
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

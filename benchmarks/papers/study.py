@@ -102,9 +102,20 @@ class Sample:
 
     def continued(self, retained: torch.Tensor) -> Continuation:
         """What the model makes of the following tokens on the retained entries of all layers."""
-        compressed = self.case.compressed(self.scenario)
-        following = self.case.following(self.scenario)
+        num_tokens = self.prompt.num_tokens
+        whole = whole_of(self.case)
+        compressed, following = whole[:num_tokens], whole[num_tokens:]
         return continue_prompt(self.model, self.layers, compressed, following, retained)
+
+
+def whole_of(case: Case) -> list[int]:
+    """Text, question and answer."""
+    return case.context + case.question + case.answer
+
+
+def compressed_of(case: Case, scenario: Scenario) -> list[int]:
+    """The prompt that eviction sees in a scenario; the rest is forced, token by token."""
+    return case.context + case.question if scenario == "regular" else case.context
 
 
 class Study:
@@ -160,12 +171,12 @@ class Study:
 
     def _samples(self, case: Case) -> Iterator[Sample]:
         """The model runs once per text: the scenarios cut the same tokens at different places."""
-        layers = capture(self.model, case.prompt + case.answer)
+        layers = capture(self.model, whole_of(case))
         chosen_from = layers
         if self.config.what_if == "equal-norms":
             chosen_from = [layer._replace(value=torch.ones_like(layer.value)) for layer in layers]
         for scenario in self.config.scenarios:
-            compressed = case.compressed(scenario)
+            compressed = compressed_of(case, scenario)
             prompt = Prompt(
                 chosen_from,
                 len(compressed),

@@ -15,8 +15,7 @@ from vllm_kvselect.calibration.teacher import features_of
 from vllm_kvselect.calibration.tuning import _gates, _loss, _pace, tuned
 from vllm_kvselect.offline.capture import capture
 from vllm_kvselect.offline.models import load_model
-from vllm_kvselect.shallow_model import shallow_copy
-from vllm_kvselect.tiny_model import tiny_model
+from vllm_kvselect.tiny_model import shallow_copy, tiny_model
 
 CONFIG = CalibrationConfig(texts=("pairs",), tokens=512, length=256, steps=10, part=32, rate=0.03)
 

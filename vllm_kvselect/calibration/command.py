@@ -8,8 +8,8 @@ import typer
 
 from vllm_kvselect.calibration.settings import QUICK, CalibrationConfig
 from vllm_kvselect.offline.errors import EvaluationError
-from vllm_kvselect.offline.kinds import KINDS
 from vllm_kvselect.offline.parsing import parts
+from vllm_kvselect.offline.tasks import KINDS
 
 _DEFAULTS = CalibrationConfig()
 

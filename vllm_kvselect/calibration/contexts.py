@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from vllm_kvselect.calibration.settings import CalibrationConfig
-from vllm_kvselect.offline.kinds import cases_of
+from vllm_kvselect.offline.tasks import cases_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,7 @@ class CalibrationConfig(BaseModel):
 
     Attributes:
         model: Folder or hub name of a causal language model; empty for the small model.
-        texts: Kinds of texts, keys of `offline.kinds.KINDS` or folders. Each gives as many tokens.
+        texts: Kinds of texts, keys of `offline.tasks.KINDS` or folders. Each gives as many tokens.
         tokens: Tokens to make it from, about. A quarter of that comes on top, left out, to tell how
             good it is.
         length: Tokens per text.

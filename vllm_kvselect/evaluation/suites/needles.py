@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.evaluation.suites.tasks import chosen
-from vllm_kvselect.offline.speeches import speeches
 from vllm_kvselect.offline.tasks import needles as hidden_numbers
+from vllm_kvselect.offline.texts import read_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ def needles(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase") -> l
     for length in config.lengths or LENGTHS:
         max_tokens = config.max_tokens or MAX_TOKENS
         found = hidden_numbers(
-            tokenizer, speeches(), config.num_examples, length - max_tokens, config.seed
+            tokenizer, read_texts("sotu"), config.num_examples, length - max_tokens, config.seed
         )
         examples += [
             Example(
