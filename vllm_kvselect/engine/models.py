@@ -8,6 +8,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine.platforms import has_drafter_layers
+from vllm_kvselect.engine.refusal import sentences
 from vllm_kvselect.engine.scheduler.spec import (
     OTHER_OPTIONS,
     Bystander,
@@ -103,9 +104,8 @@ def model_problems(vllm_config: VllmConfig) -> list[str]:
         "attends to parts of its prompt in both directions": model.is_mm_prefix_lm,
     }
     return [
-        f"model {model.model!r} {reason}; serve it without --kv-eviction"
-        for reason, present in reasons.items()
-        if present
+        f"model {model.model!r} {problem}"
+        for problem in sentences("{}; serve it without --kv-eviction", reasons)
     ]
 
 
@@ -135,12 +135,7 @@ def bystander_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> lis
         f"--mamba-cache-mode {cache.mamba_cache_mode}": cache.mamba_cache_mode == "all",
         "--prefix-match-unit": cache.prefix_match_unit is not None,
     }
-    problems += [
-        f"{name} was not tried beside state-space and linear-attention layers; leave it out"
-        for name, on in features.items()
-        if on
-    ]
-    return problems
+    return problems + sentences(f"{{}} was not tried beside {kind}; leave it out", features)
 
 
 def refuse_drafter_apart(groups: Sequence[Sequence[str]], of_drafter: Collection[str]) -> None:

@@ -179,12 +179,8 @@ class HeadwiseImpl(ABC):
         """
 
     @abstractmethod
-    def read_values(self, pages: torch.Tensor) -> torch.Tensor:
-        """Values of whole pages; as `read_keys`."""
-
     def read(self, pages: torch.Tensor, num_competing: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys of whole pages and values at least of the first ones; see `DropLayer`."""
-        return self.read_keys(pages), self.read_values(pages[:, :num_competing].contiguous())
 
     @property
     def memory(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
