@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from vllm_kvselect.calibration.contexts import contexts_to_fit
+from vllm_kvselect.calibration.contexts import read_contexts
 from vllm_kvselect.calibration.fit import fit
 from vllm_kvselect.calibration.normal_equations import Spread
 from vllm_kvselect.calibration.quality import BUDGETS, divergences
@@ -22,7 +22,7 @@ CONFIG = CalibrationConfig(texts=("pairs",), tokens=512, length=256, steps=10, p
 
 @pytest.fixture(scope="module")
 def contexts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    return contexts_to_fit(tokenizer, CONFIG)
+    return read_contexts(tokenizer, CONFIG)
 
 
 @pytest.fixture(scope="module")
