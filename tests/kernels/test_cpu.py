@@ -72,7 +72,7 @@ def test_keys_that_repeat_others(
     # A cosine of n products is off by n eps, a mean of cosines by as many more as there are. A
     # share of their softmax is off by so much, and a difference of two shares by twice as much.
     num_tokens = layer.key.shape[1]
-    largest = float(r_kv.redundancy(exact, threshold).max())
+    largest = float(r_kv.redundancy(r_kv.similarities(exact, threshold), exact).max())
     bound = 4 * (shape.head_size + 2 * num_tokens + 8) * EPS * largest
     expected = r_kv.r_kv_scores(exact, config)
     torch.testing.assert_close(scores.double(), expected, rtol=0, atol=bound)

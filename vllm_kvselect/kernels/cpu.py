@@ -86,7 +86,7 @@ def defensive_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Ten
 
 def r_kv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `r_kv.r_kv_scores`, which compares all keys with all."""
-    return r_kv.scores_with(_similarities if _takes(inputs) else r_kv.similarities, inputs, config)
+    return r_kv.r_kv_scores(inputs, config, _similarities if _takes(inputs) else r_kv.similarities)
 
 
 def probe_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
@@ -258,8 +258,8 @@ KERNELS = Kernels(
     probe_scores=probe_scores,
     projected_value_norms=projected_value_norms,
     select_pruned=select_pruned,
-    adaptive_pages=partial(allocation.adaptive_by_parts, best_first, _share_out),
-    shared_pages=partial(allocation.shared_by_parts, _share_out),
+    adaptive_pages=partial(allocation.adaptive_pages, best_first=best_first, share_out=_share_out),
+    shared_pages=partial(allocation.shared_pages, share_out=_share_out),
     best_first=best_first,
     best_mask=best_mask,
     select=select,

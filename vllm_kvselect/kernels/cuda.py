@@ -35,7 +35,7 @@ from vllm_kvselect.scorers import Pooling
 from vllm_kvselect.scoring import defensivekv, keydiff, probe, snapkv
 from vllm_kvselect.scoring.held import Held
 from vllm_kvselect.scoring.inputs import Scorer
-from vllm_kvselect.selecting.allocation import adaptive_by_parts, shared_by_parts
+from vllm_kvselect.selecting.allocation import adaptive_pages, shared_pages
 
 
 def _over_rows(
@@ -82,8 +82,8 @@ _OVER_ROWS = (
 )
 
 KERNELS = Kernels(
-    adaptive_pages=partial(adaptive_by_parts, best_first, share_out),
-    shared_pages=partial(shared_by_parts, share_out),
+    adaptive_pages=partial(adaptive_pages, best_first=best_first, share_out=share_out),
+    shared_pages=partial(shared_pages, share_out=share_out),
     best_first=best_first,
     best_mask=best_mask,
     select=select,
