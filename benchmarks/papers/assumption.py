@@ -115,7 +115,7 @@ def stage_1_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
     Raises:
         EvaluationError: If the method has no two stages.
     """
-    if not KNOWN_METHODS[config.method].two_stages:
+    if not KNOWN_METHODS[config.method].norms.two_stages:
         raise EvaluationError(f"{config.method} does not select in two stages")
     entries = torch.zeros_like(tail_entries(prompt, config))
     if (cut := prompt.cut(config)) is not None:

@@ -66,5 +66,5 @@ def choice_bytes(
 
 
 def _numbers(method: Method) -> int:
-    is_pruned = method.two_stages and method.ranking == "score" and not method.pooled
-    return _NUMBERS[method.ranking] + _NUMBERS_OF_PRUNING * is_pruned
+    is_pruned = method.norms.two_stages and method.norms.ranking == "score" and not method.pooled
+    return _NUMBERS[method.norms.ranking] + _NUMBERS_OF_PRUNING * is_pruned
