@@ -21,7 +21,9 @@ def select(scores: torch.Tensor, budgets: torch.Tensor, num_retained: int) -> to
     Returns:
         Flat indices `head * num_tokens + token`, ascending, `[num_retained]` int64.
     """
-    return _flat_indices(_rank(scores) < budgets[:, None], num_retained)
+    mask = _rank(scores) < budgets[:, None]
+    # Of a size that is known, so that nothing waits for the device.
+    return torch.nonzero_static(mask.flatten(), size=num_retained).squeeze(-1)
 
 
 def best_mask(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -93,8 +95,3 @@ def _rank(scores: torch.Tensor) -> torch.Tensor:
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     ranks = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, ranks)
-
-
-def _flat_indices(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the `count` set elements, ascending; the size is static, so nothing syncs."""
-    return torch.nonzero_static(mask.flatten(), size=count).squeeze(-1)

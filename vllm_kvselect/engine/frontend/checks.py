@@ -141,13 +141,15 @@ def _provider_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> lis
 
 
 def _feature_problems(vllm_config: VllmConfig) -> list[str]:
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    parallel, cache, here = vllm_config.parallel_config, vllm_config.cache_config, platform()
+    # Under these entries are stored as they are computed, or quantised as we know.
+    cache_dtypes = ("auto", dtype_name(vllm_config.model_config.dtype))
+    cache_dtypes += here.quantized_cache_dtypes if here else ()
     features = {
         "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
-        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype
-        not in _cache_dtypes(vllm_config),
+        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in cache_dtypes,
         # Requests would not be checked, nor refusals counted: the plugin's front end is Python.
         "the Rust front end (VLLM_USE_RUST_FRONTEND)": bool(envs.VLLM_USE_RUST_FRONTEND),
         "KV sharing between layers (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
@@ -309,13 +311,6 @@ def pool_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str
             "or tensor parallelism"
         ]
     return []
-
-
-def _cache_dtypes(vllm_config: VllmConfig) -> tuple[str, ...]:
-    """KV cache dtypes under which entries are stored as they are computed, and quantised ones."""
-    here = platform()
-    quantized = here.quantized_cache_dtypes if here else ()
-    return ("auto", dtype_name(vllm_config.model_config.dtype), *quantized)
 
 
 def _block_problems(vllm_config: VllmConfig) -> list[str]:

@@ -187,11 +187,6 @@ class HeadwiseImpl(ABC):
         """Pages of all layers as kernels read them, and what their bytes stand for; see `Paged`."""
         return None
 
-    def constants(self) -> ScoringInputs:
-        """What scorers may read of this layer besides entries and queries."""
-        nothing = self.kv_cache.new_empty(0, dtype=torch.float32)
-        return self.inputs(nothing, nothing, nothing)
-
     @abstractmethod
     def move(
         self,
