@@ -143,8 +143,8 @@ def _provider_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> lis
 def _feature_problems(vllm_config: VllmConfig) -> list[str]:
     parallel, cache, here = vllm_config.parallel_config, vllm_config.cache_config, platform()
     # Under these entries are stored as they are computed, or quantised as we know.
-    cache_dtypes = ("auto", dtype_name(vllm_config.model_config.dtype))
-    cache_dtypes += here.quantized_cache_dtypes if here else ()
+    quantized = here.quantized_cache_dtypes if here else ()
+    cache_dtypes = ("auto", dtype_name(vllm_config.model_config.dtype), *quantized)
     features = {
         "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
