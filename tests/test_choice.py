@@ -64,7 +64,7 @@ def test_a_head_that_wants_little_keeps_its_first_tokens() -> None:
     scores[..., :4] = torch.inf
     sizes, config = Sizes([2], 16), EvictionConfig(method="layer-probe")
     retention = choose(None, Candidates(scores), sizes, config)
-    pages = retention.offsets.diff().tolist()
+    pages = retention.offsets[0].diff().tolist()
     assert sum(pages) == 12
     assert pages[2:4] == [1, 1]
     heads = [retention.retained[retention.retained // 64 == head] % 64 for head in range(6)]

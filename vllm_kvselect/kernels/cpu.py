@@ -84,11 +84,6 @@ def defensive_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Ten
     return torch.maximum(worst, worst.mean(dim=-1, keepdim=True))
 
 
-def r_kv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
-    """Twin of `r_kv.r_kv_scores`, which compares all keys with all."""
-    return r_kv.r_kv_scores(inputs, config, _similarities if _takes(inputs) else r_kv.similarities)
-
-
 def probe_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `probe.probe_scores`."""
     return probe.scores_with(_probed_scores, inputs, config)
@@ -168,6 +163,18 @@ def select(scores: torch.Tensor, budgets: torch.Tensor, num_retained: int) -> to
     return _call("best_indices", _rows(scores), budgets, num_retained)
 
 
+def read_pages(cache: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Twin of `compaction.read_pages`."""
+    return _call("read_pages", cache, pages, places)
+
+
+def read_entries(
+    cache: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """Twin of `compaction.read_entries`."""
+    return _call("read_entries", cache, slots, places, block_size)
+
+
 def write_entries(
     cache: torch.Tensor,
     slots: torch.Tensor,
@@ -177,6 +184,11 @@ def write_entries(
 ) -> None:
     """Twin of `compaction.write_entries`."""
     _call("write_entries", cache, slots, places, block_size, entries)
+
+
+def look_up(codes: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Twin of `compaction.look_up`."""
+    return _call("look_up", codes, numbers)
 
 
 def extremes(vectors: torch.Tensor, size: int) -> Extremes:
@@ -213,7 +225,9 @@ def _takes(inputs: ScoringInputs) -> bool:
 
 
 def _similarities(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
-    """`r_kv.similarities`."""
+    """Twin of `r_kv.similarities`."""
+    if not _takes(inputs):
+        return r_kv.similarities(inputs, threshold)
     key, multiplied = _rows(inputs.key), multiplied_dtype(inputs.key.dtype)
     return _call("similarities", key, threshold, inputs.num_absent, multiplied)
 
@@ -254,7 +268,7 @@ KERNELS = Kernels(
     snapkv_scores=snapkv_scores,
     mean_attention=mean_attention,
     defensive_scores=defensive_scores,
-    r_kv_scores=r_kv_scores,
+    r_kv_scores=partial(r_kv.r_kv_scores, similarities=_similarities),
     probe_scores=probe_scores,
     projected_value_norms=projected_value_norms,
     select_pruned=select_pruned,
@@ -263,10 +277,10 @@ KERNELS = Kernels(
     best_first=best_first,
     best_mask=best_mask,
     select=select,
-    read_pages=partial(_call, "read_pages"),
-    read_entries=partial(_call, "read_entries"),
+    read_pages=read_pages,
+    read_entries=read_entries,
     write_entries=write_entries,
-    look_up=partial(_call, "look_up"),
+    look_up=look_up,
     extremes=extremes,
     criticality=criticality,
 )
