@@ -25,7 +25,7 @@ from vllm_kvselect.offline.models import load_model, load_tokenizer
 from vllm_kvselect.offline.probes import probe_for
 from vllm_kvselect.offline.remembered import remembering
 from vllm_kvselect.offline.retained import Prompt
-from vllm_kvselect.offline.tasks import TASKS, Case, Scenario
+from vllm_kvselect.offline.tasks import TASKS, Case, Scenario, spread
 from vllm_kvselect.offline.texts import read_texts
 
 if TYPE_CHECKING:
@@ -152,7 +152,8 @@ class Study:
             What the numbers to come belong to, its settings, and the sample.
         """
         chosen = self.config.evictions() if evictions is None else evictions
-        cases = TASKS[self.config.task](
+        cases = spread(
+            TASKS[self.config.task],
             self.tokenizer,
             read_texts(self.config.texts),
             self.config.num_texts,
