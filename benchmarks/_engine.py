@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
+from peers.worker import stop
 from rich.console import Console
 
 from vllm_kvselect.config import CONFIG_KEY, ConfigError, EvictionConfig
-from vllm_kvselect.evaluation.server import first_error, plugin_environment, stop, tail
+from vllm_kvselect.evaluation.server import first_error, plugin_environment, tail
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.planning.cuts import cuts
 from vllm_kvselect.tiny_model import TinyModelError

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from papers.continuation import continue_prompt
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.offline.capture import capture, continue_prompt
+from vllm_kvselect.offline.capture import capture
 from vllm_kvselect.offline.retained import Prompt, retained_entries
 from vllm_kvselect.planning.cuts import cuts
 

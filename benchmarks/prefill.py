@@ -36,7 +36,7 @@ from rich.table import Table
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.machine import dtype_name, fast_dtype, machine
 from vllm_kvselect.offline.tables import console as table_console
-from vllm_kvselect.shallow_model import shallow_copy
+from vllm_kvselect.tiny_model import shallow_copy
 
 Result = dict[str, Any]
 LLAMA_3_8B = {

@@ -155,7 +155,7 @@ def _extra_memory(length: int, config: EvictionConfig) -> int:
         ctypes.CDLL(None).malloc_trim(0)  # freed memory that selection would take without a trace
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-        retain(inputs, num_packed, BLOCK_SIZE, config, kernels)
+        retain([inputs], num_packed, BLOCK_SIZE, config, kernels)
         return _resident("VmHWM") - before
 
     kernels = cpu.load()

@@ -8,7 +8,7 @@ from tests import oracle
 from tests.method_cases import MethodCase
 from tests.strategies import Layer, Shape, few
 from tests.uneven import Uneven, every_round_case, numbers, retain_uneven, unevens
-from vllm_kvselect.choice import retain_pool
+from vllm_kvselect.choice import Sizes, choose
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.selecting.ranking import Candidates
 
@@ -62,8 +62,9 @@ def test_a_head_that_wants_little_keeps_its_first_tokens() -> None:
     scores = torch.rand(3, 2, 64)
     scores[1] /= 1000  # these two would get less than half a page
     scores[..., :4] = torch.inf
-    retention = retain_pool(Candidates(scores), 2, 16, EvictionConfig(method="layer-probe"))
-    pages = retention.offsets.diff().tolist()
+    sizes, config = Sizes([2], 16), EvictionConfig(method="layer-probe")
+    retention = choose(None, Candidates(scores), sizes, config)
+    pages = retention.offsets[0].diff().tolist()
     assert sum(pages) == 12
     assert pages[2:4] == [1, 1]
     heads = [retention.retained[retention.retained // 64 == head] % 64 for head in range(6)]

@@ -22,13 +22,12 @@ from tests.strategies import (
     seeds,
     some,
 )
-from vllm_kvselect.choice import retain, retain_pool, score_layer
+from vllm_kvselect.choice import retain
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.paging.compaction import head_pages, move_retained, packed_slots, run_pages
 from vllm_kvselect.paging.page_table import PageTable, headwise_page_table
 from vllm_kvselect.planning.cuts import Cut, cuts
 from vllm_kvselect.registry import KNOWN_METHODS
-from vllm_kvselect.selecting.ranking import Candidates
 
 block_ids = st.lists(st.integers(1, 500), min_size=1, max_size=6, unique=True)
 
@@ -143,7 +142,8 @@ class ToyCache:
             self.free_blocks(prompt, cut.first_packed)
             return
         for memory, layer in zip(self.memory, prompt.layers, strict=True):
-            retention = retain(case.inputs(shape, layer), cut.num_packed, self.block_size, config)
+            given = [case.inputs(shape, layer)]
+            retention = retain(given, cut.num_packed, self.block_size, config)
             pages = head_pages(torch.tensor(prompt.blocks), num_kv_heads)
             move_retained(memory, pages, retention.retained, num_tokens, torch.tensor(packed))
             entries = [divmod(index, num_tokens) for index in retention.retained.tolist()]
@@ -158,12 +158,10 @@ class ToyCache:
         assert prompt.cut is not None
         num_tokens = prompt.cut.tail_start * self.block_size
         num_layers, num_blocks, num_heads = self.memory.shape[:3]
-        candidates = [
-            score_layer(case.inputs(prompt.shape, layer, index), config)
-            for index, layer in enumerate(prompt.layers)
+        given = [
+            case.inputs(prompt.shape, layer, index) for index, layer in enumerate(prompt.layers)
         ]
-        stacked = Candidates.stack(candidates)
-        retention = retain_pool(stacked, prompt.cut.num_packed, self.block_size, config)
+        retention = retain(given, prompt.cut.num_packed, self.block_size, config)
         starts = [layer * num_blocks for layer in range(num_layers)]
         held = torch.tensor(prompt.blocks)
         pages = torch.cat([head_pages(held + start, num_heads) for start in starts])

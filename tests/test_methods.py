@@ -16,15 +16,14 @@ from tests.strategies import (
     seeds,
     shapes,
 )
-from vllm_kvselect.choice import Retention, retain, retain_pool, score_layer
+from vllm_kvselect.choice import Retention, retain
 from vllm_kvselect.config import METHOD_NAMES
 from vllm_kvselect.registry import KNOWN_METHODS, METHODS
-from vllm_kvselect.selecting.ranking import Candidates
 
 
 def run(case: MethodCase, shape: Shape, layer: Layer, layer_index: int = 0) -> Retention:
     return retain(
-        case.inputs(shape, layer, layer_index),
+        [case.inputs(shape, layer, layer_index)],
         shape.num_packed,
         shape.block_size,
         case.config(window=shape.window),
@@ -32,12 +31,9 @@ def run(case: MethodCase, shape: Shape, layer: Layer, layer_index: int = 0) -> R
 
 
 def run_pool(case: MethodCase, shape: Shape, layers: list[Layer]) -> Retention:
-    config = case.config(window=shape.window)
-    candidates = [
-        score_layer(case.inputs(shape, layer, index), config) for index, layer in enumerate(layers)
-    ]
-    stacked = Candidates.stack(candidates)
-    return retain_pool(stacked, shape.num_packed, shape.block_size, config)
+    assert KNOWN_METHODS[case.method].pooled
+    given = [case.inputs(shape, layer, index) for index, layer in enumerate(layers)]
+    return retain(given, shape.num_packed, shape.block_size, case.config(window=shape.window))
 
 
 def run_oracle(
@@ -144,12 +140,6 @@ def test_a_layer_whose_values_weigh_more_gets_all_but_the_floor() -> None:
     assert pages.sum(dim=1).tolist() == [2, 14]
 
 
-def test_a_method_of_single_layers_is_no_pool() -> None:
-    shape = Shape(1, 1, 8, 4, 1, 13, 1)
-    with pytest.raises(AssertionError):
-        run_pool(MethodCase("snapkv"), shape, [random_layer(shape, 0)])
-
-
 @every_method_case
 @few
 @given(shape=shapes(), seed=seeds)
@@ -190,4 +180,4 @@ def test_perturbation_needs_the_output_projection(name: str) -> None:
     layer, case = random_layer(shape, 0), MethodCase(name)
     given = replace(case.inputs(shape, layer), output_projection=None)
     with pytest.raises(AssertionError):
-        retain(given, 1, 4, case.config(window=1))
+        retain([given], 1, 4, case.config(window=1))

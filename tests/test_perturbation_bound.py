@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import few, many, seeds
+from tests.two_stages import select_perturbation
 from vllm_kvselect.scoring.value_norms import value_norms
-from vllm_kvselect.selecting.selection import select_perturbation
 
 
 class Head:

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import strategies
+from tests.two_stages import select_perturbation
 from vllm_kvselect.scoring.value_norms import OutputProjection, value_norms
 from vllm_kvselect.selecting.pruning import needed_value_norms, norm_bounds, select_pruned
-from vllm_kvselect.selecting.selection import best_mask, select_perturbation, stage_1_counts
+from vllm_kvselect.selecting.selection import best_mask, stage_1_counts
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 

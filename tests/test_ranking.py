@@ -39,7 +39,8 @@ def test_stacked_layers_are_ranked_like_each_alone() -> None:
     """Norms are normalised, and stages filled, inside a layer."""
     first = candidates()
     second = Candidates(first.scores.flip(1), first.stage_2.flip(1), first.weights)
-    stacked = Candidates.stack([first, second])
+    layers = zip(first[:3], second[:3], strict=True)
+    stacked = Candidates(*map(torch.stack, layers))
     for ranking in (by_score, by_bound, by_defence):
         ranked = ranking(stacked, [1, 1], EvictionConfig(method="adakv-perturb"))
         for layer, alone in zip(ranked, (first, second), strict=True):
@@ -49,27 +50,6 @@ def test_stacked_layers_are_ranked_like_each_alone() -> None:
 def test_scores_stand_in_for_weights_that_are_not_there() -> None:
     layer = candidates()._replace(weights=None)
     assert layer.stage_2 is layer.scores
-    stacked = Candidates.stack([layer] * 2)
-    assert stacked.weights is None
-    assert stacked.stage_2 is stacked.scores
-
-
-def test_room_for_layers_has_what_a_layer_has() -> None:
-    layer = candidates()
-    same = layer._replace(weights=None, norms=None)
-    for one in (layer, same):
-        room = Candidates.empty(3, one)
-        for part, own in zip(room, one, strict=True):
-            assert (part is None) == (own is None)
-            assert part is None or own is None or part.shape == (3, *own.shape)
-    layer = layer._replace(num_absent=torch.tensor([1, 0]))
-    for part, own in zip(Candidates.stack([layer, layer]).of_layer(1), layer, strict=True):
-        assert part is not None
-        assert own is not None
-        assert torch.equal(part, own)
-    shared = Candidates.stack([same, same]).of_layer(1)
-    assert shared.weights is None
-    assert shared.norms is None
 
 
 def test_norms_are_needed_where_they_count() -> None:
@@ -77,4 +57,3 @@ def test_norms_are_needed_where_they_count() -> None:
     for ranking in (by_bound, by_defence):
         with pytest.raises(AssertionError):
             ranking(without, [1], EvictionConfig(method="adakv-perturb"))
-    assert Candidates.stack([without]).norms is None

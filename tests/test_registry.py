@@ -35,7 +35,7 @@ def row(name: str, method: Method) -> str:
     if method.weights is not None:
         scores += f" and {method.weights.partition(':')[2]}"
     flags = {
-        "two stages": method.two_stages,
+        "two stages": method.norms.two_stages,
         "pooled": method.pooled,
         "pyramid": method.scope.is_pyramid,
         "moves": remembered is not None,
@@ -49,7 +49,7 @@ def row(name: str, method: Method) -> str:
         name,
         scores,
         method.allocator.removesuffix("_pages"),
-        method.ranking,
+        method.norms.ranking,
         remembered or ("" if method.scorer.whole_prompt else "last queries"),
         ", ".join(flag for flag, holds in flags.items() if holds),
     )
@@ -106,7 +106,7 @@ def test_every_part_of_a_method_is_there(name: str) -> None:
     method = KNOWN_METHODS[name]
     assert callable(scorer_named(method.scores))
     assert method.weights is None or callable(scorer_named(method.weights))
-    assert method.ranking in RANKINGS
+    assert method.norms.ranking in RANKINGS
     assert method.allocator in {field.name for field in fields(Kernels)}
 
 
@@ -217,10 +217,10 @@ shape = Shape(2, 1, 8, 4, 1, 41, 3)
 layer = random_layer(shape, 0)
 for name in names:
     case = MethodCase(name)
-    retained = retain(case.inputs(shape, layer), 3, 4, case.config(window=1)).retained
+    retained = retain([case.inputs(shape, layer)], 3, 4, case.config(window=1)).retained
     assert len(retained) == 2 * 12, name
 case = MethodCase("late", {"slope": -1.0})
-first = retain(case.inputs(shape, layer), 3, 4, case.config(window=1)).retained
+first = retain([case.inputs(shape, layer)], 3, 4, case.config(window=1)).retained
 assert (first % shape.num_tokens).tolist() == [*range(12)] * 2
 # The command lines.
 parser = argparse.ArgumentParser()

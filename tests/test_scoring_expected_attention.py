@@ -20,10 +20,10 @@ from tests.strategies import (
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scoring import expected_attention
 from vllm_kvselect.scoring.expected_attention import (
+    QueryMoments,
     expected_attention_scores,
 )
 from vllm_kvselect.scoring.inputs import ScoringInputs
-from vllm_kvselect.scoring.query_moments import QueryMoments
 from vllm_kvselect.scoring.rotation import Rotation
 
 SHAPE = Shape(2, 3, 8, 8, 3, 51, 2)

@@ -7,7 +7,7 @@ from tests import oracle
 from tests.strategies import Shape, few, random_layer, scoring_inputs, seeds, shapes
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scoring import r_kv
-from vllm_kvselect.scoring.r_kv import importance, r_kv_scores, redundancy
+from vllm_kvselect.scoring.r_kv import importance, r_kv_scores, redundancy, similarities
 
 
 @few
@@ -41,7 +41,8 @@ def test_scores_equal_the_oracle(
 def test_of_repeated_keys_the_latest_is_the_least_redundant() -> None:
     key = torch.eye(32)[None, torch.arange(24)]
     key[0, [3, 9, 15]] = key[0, 3].clone()
-    repeated = redundancy(scoring_inputs(key[0, :2, None], key), threshold=0.5)[0]
+    inputs = scoring_inputs(key[0, :2, None], key)
+    repeated = redundancy(similarities(inputs, threshold=0.5), inputs)[0]
     assert repeated[3] > repeated[9] > repeated[15] == repeated[4] == repeated[20]
     assert float(repeated.sum()) == pytest.approx(1)
 
@@ -58,6 +59,6 @@ def test_the_largest_logit_of_a_group_counts_before_the_softmax() -> None:
 def test_blocks_of_keys_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = random_layer(Shape(2, 2, 8, 8, 3, 51, 2), 0)
     inputs = scoring_inputs(layer.query, layer.key)
-    whole = redundancy(inputs, 0.1)
+    whole = similarities(inputs, 0.1)
     monkeypatch.setattr(r_kv, "block_elements", lambda _: 7 * whole.numel())
-    torch.testing.assert_close(redundancy(inputs, 0.1), whole, atol=1e-14, rtol=0)
+    torch.testing.assert_close(similarities(inputs, 0.1), whole, atol=1e-12, rtol=0)

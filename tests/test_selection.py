@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from tests import oracle
 from tests.strategies import kv_heads, many, tied_scores
-from vllm_kvselect.selecting.selection import mass_mask, select, select_perturbation
+from tests.two_stages import select_perturbation
+from vllm_kvselect.selecting.selection import mass_mask, select
 
 alphas = st.one_of(st.sampled_from((0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 1.0)), st.floats(0.0, 1.0))
 epsilons = st.sampled_from((0.0, 1e-4, 1.0))

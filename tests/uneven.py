@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from tests.method_cases import SERVED_CASES, MethodCase
 from tests.strategies import Layer, Shape, random_layer, seeds, shapes
-from vllm_kvselect.choice import Retention, retain, retain_pool, score_layer
+from vllm_kvselect.choice import Retention, retain
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.inputs import ScoringInputs
-from vllm_kvselect.selecting.ranking import Candidates
 
 ROUND_CASES = [case for case in SERVED_CASES if METHODS[case.method].in_rounds]
 every_round_case = pytest.mark.parametrize("case", ROUND_CASES, ids=lambda case: case.name)
@@ -90,7 +89,4 @@ def retain_uneven(
     sizes = (uneven.shape.num_packed, uneven.shape.block_size)
     config = case.config(window=uneven.shape.window)
     layers = [prepare(inputs_of(case, uneven, index)) for index in range(len(uneven.layers))]
-    if METHODS[case.method].pooled:
-        scored = [score_layer(inputs, config, kernels) for inputs in layers]
-        return retain_pool(Candidates.stack(scored), *sizes, config, kernels)
-    return retain(layers[0], *sizes, config, kernels)
+    return retain(layers if METHODS[case.method].pooled else layers[:1], *sizes, config, kernels)

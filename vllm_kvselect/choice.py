@@ -1,6 +1,7 @@
 """The choice of what is retained: score, rank, allocate, select, in all layers at once."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -47,59 +48,30 @@ class Sizes(NamedTuple):
 
 
 def retain(
-    inputs: ScoringInputs,
+    layers: Sequence[ScoringInputs],
     num_packed: int,
     block_size: int,
     config: EvictionConfig,
     kernels: Kernels = REFERENCES,
 ) -> Retention:
-    """Scores, allocates and selects: the whole choice of one layer for one prompt.
+    """Scores, allocates and selects: the whole choice for one prompt.
 
     Args:
-        inputs: Queries that the scorer looks through, keys of the whole prompt, and values of the
-            tokens before the tail: only these compete, the tail is retained anyway.
+        layers: Of each layer: queries that the scorer looks through, keys of the whole prompt, and
+            values of the tokens before the tail: only these compete, the tail is retained anyway.
         num_packed: Packed blocks, fewer than the values' tokens fill.
         block_size: Entries per page.
         config: Method and parameters.
         kernels: What computes the parts.
 
     Returns:
-        The retained entries, and the heads' runs, `[num_kv_heads + 1]`.
-    """
-    held = Held.of([inputs])
-    candidates = score(held, config, kernels)
-    retention = choose(held, candidates, Sizes([num_packed], block_size), config, kernels)
-    return retention._replace(offsets=retention.offsets[0])
-
-
-def score_layer(
-    inputs: ScoringInputs, config: EvictionConfig, kernels: Kernels = REFERENCES
-) -> Candidates:
-    """The first half of the choice, of one layer of one prompt: as `score`."""
-    return score(Held.of([inputs]), config, kernels).of_layer(0)
-
-
-def retain_pool(
-    candidates: Candidates,
-    num_packed: int,
-    block_size: int,
-    config: EvictionConfig,
-    kernels: Kernels = REFERENCES,
-) -> Retention:
-    """The second half, of all layers of one request that share its packed pages.
-
-    Args:
-        candidates: Stacked layers, `[num_layers, num_kv_heads, num_tokens]` each.
-        num_packed: Packed blocks.
-        block_size: Entries per page.
-        config: Method and parameters; the method is `pooled`.
-        kernels: What computes the parts.
-
-    Returns:
         The retained entries, and the heads' runs, `[num_layers * num_kv_heads + 1]`.
     """
-    assert KNOWN_METHODS[config.method].pooled
-    retention = choose(None, candidates, Sizes([num_packed], block_size), config, kernels)
+    held = Held.of(layers)
+    if not kernels.over_rows:  # nothing reads pages
+        held = replace(held, make_paged=None)
+    candidates = score(held, config, kernels)
+    retention = choose(held, candidates, Sizes([num_packed], block_size), config, kernels)
     return retention._replace(offsets=retention.offsets[0])
 
 
@@ -125,8 +97,8 @@ def score(held: Held, config: EvictionConfig, kernels: Kernels = REFERENCES) -> 
     if Weights in method.parameters and (method.weights or unpooled):
         stage_2 = config.model_copy(update={"kernel_size": 1}) if unpooled else config
         weights = scores_by(method.weights or method.scores, stage_2)
-    if method.perturbation and (method.pooled or method.ranking != "score"):
-        by_product = method.ranking == "product"
+    if method.perturbation and (method.pooled or method.norms.ranking != "score"):
+        by_product = method.norms.ranking == "product"
         norms_of = projected_value_l2_norms if by_product else projected_value_norms
         norms = rows.value_norms(kernels, held, norms_of).to(scores.dtype)
     return Candidates(scores, weights, norms, held.num_absent if held.has_absent else None)
@@ -158,7 +130,7 @@ def choose(
     num_layers = num_rows // num_requests
     of_rows = [num for num in sizes.num_packed for _ in range(num_layers)]
     even = [num * block_size for num in of_rows]
-    ranking = RANKINGS[method.ranking](candidates, even, config)
+    ranking = RANKINGS[method.norms.ranking](candidates, even, config)
     ranking = candidates.with_first(ranking, config.num_first)
     is_even = candidates.num_absent is None if held is None else held.is_even
     if not is_even:
@@ -186,7 +158,7 @@ def choose(
     allocator: Allocator = getattr(kernels, method.allocator)
     pages = allocator(by_segment, blocks, block_size, config).flatten()
     budgets, of_page = pages * block_size, num_kv_heads * block_size
-    if method.two_stages and candidates.norms is None:
+    if method.norms.two_stages and candidates.norms is None:
         assert held is not None
         retained = rows.select_pruned(
             kernels,
@@ -217,12 +189,12 @@ def _keys(
 ) -> torch.Tensor:
     """What entries are selected by, `[num_rows * num_kv_heads, num_competing]`."""
     keys = ranking.flatten(0, 1)
-    if not method.two_stages:
+    if not method.norms.two_stages:
         return keys
     scores = candidates.with_first(candidates.scores, config.num_first).flatten(0, 1)
     of_stage_1 = stage_1_counts(budgets, config.of(FirstStage).alpha, config.num_first)
     stage_1 = kernels.best_mask(scores, of_stage_1)
-    if method.ranking != "score":
+    if method.norms.ranking != "score":
         return keys.masked_fill(stage_1, float("inf"))
     assert candidates.norms is not None
     weights, norms = (part.flatten(0, 1) for part in (candidates.stage_2, candidates.norms))

@@ -1,7 +1,6 @@
 """The package's command `vllm-kvselect`: the small model, methods, plans, contexts, a doctor."""
 
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from typing import Annotated, Any
@@ -184,66 +183,26 @@ def plan_command(
     page_size = page_size or block_size
     if block_size % page_size:
         raise ConfigError(f"a block of {block_size} tokens is no multiple of a page of {page_size}")
-    _refuse_small_budget(max_model_len or prompt_len, page_size, config)
-    outcome = _outcome(prompt_len, block_size, page_size, config)
+    longest = max_model_len or prompt_len
+    if config.enabled and (problem := budget_problem(longest, page_size, config)) is not None:
+        if isinstance(config.budget, float):
+            problem += "; if the server takes longer prompts, say so with --max-model-len"
+        raise ConfigError(problem)
+    planned = cuts(prompt_len, block_size, config, page_size=page_size)
+    num_blocks, num_dropped, freed, first_of_tail = ceil(prompt_len / block_size), 0, 0, 0
+    if (cut := planned.last_made(prompt_len)) is not None:
+        num_dropped, freed = cut.num_dropped * page_size, cut.num_freed
+        first_of_tail = min(cut.first_of_tail, num_blocks)
     table = Table(show_header=False, box=None)
     table.add_row("method", config.method)
     if interval := whole_interval(config, block_size):
         table.add_row("cut while computed", f"every {interval} tokens")
-    table.add_row("entries retained", f"{outcome.entries} of {prompt_len} per KV head")
-    table.add_row("blocks packed", str(outcome.packed))
-    table.add_row("blocks of the tail", str(outcome.tail))
-    table.add_row("blocks freed", f"{outcome.freed} of {ceil(prompt_len / block_size)}")
-    table.add_row("most blocks held", str(outcome.most))
+    table.add_row("entries retained", f"{prompt_len - num_dropped} of {prompt_len} per KV head")
+    table.add_row("blocks packed", str(first_of_tail - freed))
+    table.add_row("blocks of the tail", str(num_blocks - first_of_tail))
+    table.add_row("blocks freed", f"{freed} of {num_blocks}")
+    table.add_row("most blocks held", str(planned.most_held(prompt_len, block_size)))
     console = Console()
     console.print(table)
-    if not outcome.freed:
+    if not freed:
         console.print("Nothing is freed: the request runs as in stock vLLM.")
-
-
-def _refuse_small_budget(max_model_len: int, page_size: int, config: EvictionConfig) -> None:
-    problem = budget_problem(max_model_len, page_size, config) if config.enabled else None
-    if problem is None:
-        return
-    if isinstance(config.budget, float):
-        problem += "; if the server takes longer prompts, say so with --max-model-len"
-    raise ConfigError(problem)
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What its cuts do to a prompt.
-
-    Attributes:
-        entries: Entries retained per KV head per layer, averaged over the heads.
-        packed: Packed blocks.
-        tail: Tail blocks.
-        freed: Blocks given back.
-        most: The most that are held while the prompt is computed.
-    """
-
-    entries: int
-    packed: int
-    tail: int
-    freed: int
-    most: int
-
-
-def _outcome(
-    num_prompt_tokens: int, block_size: int, page_size: int, config: EvictionConfig
-) -> _Outcome:
-    """Counts the blocks of a prompt by their roles once all of it is computed."""
-    planned = cuts(num_prompt_tokens, block_size, config, page_size=page_size)
-    cut = planned.last_made(num_prompt_tokens)
-    num_blocks = ceil(num_prompt_tokens / block_size)
-    num_dropped, num_freed, first_of_tail = 0, 0, 0
-    if cut is not None:
-        num_dropped = cut.num_dropped * page_size
-        num_freed, first_of_tail = cut.num_freed, min(cut.first_of_tail, num_blocks)
-    return _Outcome(
-        entries=num_prompt_tokens - num_dropped,
-        packed=first_of_tail - num_freed,
-        tail=num_blocks - first_of_tail,
-        freed=num_freed,
-        most=planned.most_held(num_prompt_tokens, block_size),
-    )

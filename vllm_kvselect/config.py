@@ -367,9 +367,8 @@ class EvictionConfig(BaseModel):
         assert isinstance(self.parameters, group)
         return self.parameters
 
-    if (
-        not TYPE_CHECKING
-    ):  # checked code asks for groups: a misspelt name is an error before it runs
+    # Checked code asks for groups: a misspelt name is an error before it runs.
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             """Reads a parameter by its name alone, as it stands in `KEYS`."""

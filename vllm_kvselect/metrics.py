@@ -76,17 +76,17 @@ class Metric:
     """A metric, without vLLM's prefix.
 
     Attributes:
-        kind: How it counts: upwards, up and down, or each value into a bucket.
         help: What it says.
-        of: Of which report it is; None where nobody reports it.
         value: By how much the report raises it; of a histogram, the values that it observes.
+        kind: How it counts: upwards, up and down, or each value into a bucket.
+        of: Of which report it is; None where nobody reports it.
         buckets: Upper ends of a histogram's buckets.
     """
 
-    kind: Literal["counter", "gauge", "histogram"]
     help: str
-    of: type[Step | States] | None = Step
     value: Callable[[Any, Sizes], Any] = lambda *_: 0
+    kind: Literal["counter", "gauge", "histogram"] = "counter"
+    of: type[Step | States] | None = Step
     buckets: tuple[float, ...] = ()
 
     def sample(self, name: str) -> str:
@@ -98,130 +98,91 @@ class Metric:
 
 METRICS: dict[str, Metric] = {
     "requests": Metric(
-        "counter",
-        "Requests whose prompts had entries dropped.",
-        value=lambda step, _: len(step.prompts),
+        "Requests whose prompts had entries dropped.", lambda step, _: len(step.prompts)
     ),
     "dropped_entries": Metric(
-        "counter",
         "Entries dropped: one token of one KV head of one layer.",
-        value=lambda step, sizes: sizes.page_entries * sum(pages for *_, pages in step.prompts),
+        lambda step, sizes: sizes.page_entries * sum(pages for *_, pages in step.prompts),
     ),
     "freed_blocks": Metric(
-        "counter",
         "Blocks given back once prompts were packed.",
-        value=lambda step, _: sum(blocks for _, blocks, _ in step.prompts),
+        lambda step, _: sum(blocks for _, blocks, _ in step.prompts),
     ),
     "freed_bytes": Metric(
-        "counter",
         "Bytes of the blocks given back.",
-        value=lambda step, sizes: sizes.block_bytes * sum(blocks for _, blocks, _ in step.prompts),
+        lambda step, sizes: sizes.block_bytes * sum(blocks for _, blocks, _ in step.prompts),
     ),
     "prompt_cuts": Metric(
-        "counter",
-        "Cuts made in prompts before their end.",
-        value=lambda step, _: len(step.in_prompts),
+        "Cuts made in prompts before their end.", lambda step, _: len(step.in_prompts)
     ),
     "prompt_freed_blocks": Metric(
-        "counter",
         "Blocks of prompts given back before these were complete; freed_blocks has them again.",
-        value=lambda step, _: sum(step.in_prompts),
+        lambda step, _: sum(step.in_prompts),
     ),
     "rounds": Metric(
-        "counter",
         "Rounds in which entries of requests that generate were dropped.",
-        value=lambda step, _: len(step.rounds),
+        lambda step, _: len(step.rounds),
     ),
     "round_dropped_entries": Metric(
-        "counter",
         "Entries dropped in rounds.",
-        value=lambda step, sizes: sizes.page_entries * sum(pages for _, pages in step.rounds),
+        lambda step, sizes: sizes.page_entries * sum(pages for _, pages in step.rounds),
     ),
     "round_freed_blocks": Metric(
-        "counter",
-        "Blocks given back in rounds.",
-        value=lambda step, _: sum(blocks for blocks, _ in step.rounds),
+        "Blocks given back in rounds.", lambda step, _: sum(blocks for blocks, _ in step.rounds)
     ),
     "state_hits": Metric(
-        "counter",
         "Requests that went on from what others, or they, had compressed.",
-        value=lambda step, _: len(step.contexts),
+        lambda step, _: len(step.contexts),
     ),
     "state_tokens": Metric(
-        "counter",
         "Tokens that these requests did not have to compute.",
-        value=lambda step, _: sum(tokens for tokens, _ in step.contexts),
+        lambda step, _: sum(tokens for tokens, _ in step.contexts),
     ),
     "state_blocks": Metric(
-        "counter",
         "Blocks that had been dropped of what they found.",
-        value=lambda step, _: sum(blocks for _, blocks in step.contexts),
+        lambda step, _: sum(blocks for _, blocks in step.contexts),
     ),
     "states": Metric(
-        "gauge",
         "Compressed beginnings of prompts that a request would find.",
+        lambda held, _: held.num_states,
+        kind="gauge",
         of=States,
-        value=lambda held, _: held.num_states,
     ),
     "state_held_bytes": Metric(
-        "gauge",
         "Bytes of the blocks that these take.",
+        lambda held, sizes: held.num_blocks * sizes.block_bytes,
+        kind="gauge",
         of=States,
-        value=lambda held, sizes: held.num_blocks * sizes.block_bytes,
     ),
     "loaded_contexts": Metric(
-        "counter",
-        "Contexts read from the folder.",
-        value=lambda step, _: sum(step.loads.values()),
+        "Contexts read from the folder.", lambda step, _: sum(step.loads.values())
     ),
     "not_loaded_contexts": Metric(
-        "counter",
         "Contexts whose file was not used.",
-        value=lambda step, _: sum(not is_whole for is_whole in step.loads.values()),
+        lambda step, _: sum(not is_whole for is_whole in step.loads.values()),
     ),
-    "stored_contexts": Metric(
-        "counter", "Contexts written to the folder.", value=lambda step, _: step.num_stored
-    ),
+    "stored_contexts": Metric("Contexts written to the folder.", lambda step, _: step.num_stored),
     "not_stored_contexts": Metric(
-        "counter", "Contexts that could not be.", value=lambda step, _: step.num_not_stored
+        "Contexts that could not be.", lambda step, _: step.num_not_stored
     ),
     "retained_ratio": Metric(
-        "histogram",
         "Entries retained of a prompt over all of its entries, of prompts that had some dropped.",
-        value=lambda step, sizes: [
-            1 - pages * sizes.page / tokens for tokens, _, pages in step.prompts
-        ],
+        lambda step, sizes: [1 - pages * sizes.page / tokens for tokens, _, pages in step.prompts],
+        kind="histogram",
         buckets=(0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
     ),
     "selection_seconds": Metric(
-        "histogram",
         "Seconds that scoring, selecting and packing took for the prompts completed in a step and "
         "for rounds, prompts that ended before they were packed included.",
-        value=lambda step, _: [step.selection_seconds] if step.selection_seconds else [],
-        buckets=(
-            0.001,
-            0.0025,
-            0.005,
-            0.01,
-            0.025,
-            0.05,
-            0.1,
-            0.25,
-            0.5,
-            1.0,
-            2.5,
-            5.0,
-            10.0,
-            30.0,
-        ),
+        lambda step, _: [step.selection_seconds] if step.selection_seconds else [],
+        kind="histogram",
+        buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
     ),
     "saved_blocks": Metric(
-        "gauge",
         "Blocks that the running requests would hold in addition without eviction.",
-        value=lambda step, _: step.num_more_saved,
+        lambda step, _: step.num_more_saved,
+        kind="gauge",
     ),
-    "refusals": Metric(
-        "counter", "Requests refused for their eviction settings, by reason.", of=None
-    ),
+    "refusals": Metric("Requests refused for their eviction settings, by reason.", of=None),
 }
 """By name."""

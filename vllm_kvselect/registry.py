@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 
-from vllm_kvselect.norms import EVERY_NORM, NORMS, Norms, RankingName, Weights
+from vllm_kvselect.norms import EVERY_NORM, NORMS, Norms, Weights
 from vllm_kvselect.scopes import SCOPES, AllocatorName, Floor, Scope
 from vllm_kvselect.scorers import (
     SCORERS,
@@ -52,16 +52,6 @@ class Method:
     def weights(self) -> str | None:
         """Function whose scores stage 2 multiplies by norms; None for those of `scores`."""
         return self.scorer.weights if Weights in self.norms.parameters else None
-
-    @property
-    def ranking(self) -> RankingName:
-        """What allocation counts."""
-        return self.norms.ranking
-
-    @property
-    def two_stages(self) -> bool:
-        """Whether selection has a second stage, once the budgets are known."""
-        return self.norms.two_stages
 
     @property
     def allocator(self) -> AllocatorName:

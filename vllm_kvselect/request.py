@@ -111,7 +111,8 @@ def request_config(server: EvictionConfig, extra_args: Mapping[str, Any] | None)
     if not changes:
         return server
     method = KNOWN_METHODS.get(changes.get("method", ""))
-    if method is not None and not method.in_prompts and _cuts_prompts_by_no_window(server):
+    is_suited = server.enabled and KNOWN_METHODS[server.method].in_prompts
+    if method is not None and not method.in_prompts and is_suited and server.prompt_interval:
         changes.setdefault("prompt_interval", 0)
     try:
         return _changed(server, **changes)
@@ -200,7 +201,8 @@ def refuse_beam_settings(server: EvictionConfig, extra_args: Mapping[str, Any] |
     """
     asked = request_config(server, extra_args)
     for key, field in REQUEST_KEYS.items():
-        acts = _is_sparse(asked) if field.startswith("prefill") else asked.enabled
+        is_sparse = asked.of(Prefill).prefill != "dense"
+        acts = is_sparse if field.startswith("prefill") else asked.enabled
         if acts and key in (extra_args or {}):
             raise RequestError(
                 f"{key} has no effect with use_beam_search, which keeps the full cache; leave one "
@@ -251,16 +253,6 @@ def _in_the_requests_words(message: str) -> str:
 
 def _full_cache(server: EvictionConfig) -> EvictionConfig:
     return _changed(server, method="none", prefill="dense")
-
-
-def _cuts_prompts_by_no_window(server: EvictionConfig) -> bool:
-    """Whether an interval was chosen for a method that it suits."""
-    is_cut = server.enabled and bool(server.prompt_interval)
-    return is_cut and KNOWN_METHODS[server.method].in_prompts
-
-
-def _is_sparse(config: EvictionConfig) -> bool:
-    return config.of(Prefill).prefill != "dense"
 
 
 def _refuse_too_many(names: Collection[object], what: str, is_field: bool = False) -> None:

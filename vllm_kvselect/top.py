@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from http.client import HTTPException
 
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -85,6 +84,8 @@ class Snapshot:
             for sample in samples
             if sample.name == "vllm:kv_cache_usage_perc"
         )
+        ours = [each.labels for each in samples if each.name.startswith("vllm:")]
+        models = {labels["model_name"] for labels in ours if "model_name" in labels}
         return cls(
             num_blocks=sum(pools.values()),
             num_used=used,
@@ -93,7 +94,7 @@ class Snapshot:
             num_answered=int(total("vllm:request_success_total")),
             eviction={name: total(metric.sample(name)) for name, metric in METRICS.items()},
             evicts=any(sample.name.startswith(PREFIX) for sample in samples),
-            model=", ".join(sorted(_labels(samples, "model_name"))),
+            model=", ".join(sorted(models)),
             block_size=int(caches[0]["block_size"]),
         )
 
@@ -140,12 +141,6 @@ def _is_vllm(url: str) -> bool:
     except (OSError, ValueError, HTTPException):
         return False
     return isinstance(said, dict) and [*said] == ["version"]
-
-
-def _labels(samples: list[Sample], name: str) -> set[str]:
-    """Values that a label has in vLLM's metrics."""
-    ours = (sample.labels for sample in samples if sample.name.startswith("vllm:"))
-    return {labels[name] for labels in ours if name in labels}
 
 
 def render(snapshot: Snapshot, url: str) -> RenderableType:

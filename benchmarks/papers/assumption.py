@@ -11,8 +11,14 @@ from papers.report import Findings
 from papers.settings import AnalysisConfig
 from papers.statistics import rounded
 from papers.study import Sample, Setting, Study
+from vllm_kvselect.choice import retain, score
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.offline.retained import stage_1_entries, tail_entries
+from vllm_kvselect.norms import FirstStage
+from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.retained import Prompt, competing, tail_entries
+from vllm_kvselect.registry import KNOWN_METHODS
+from vllm_kvselect.scoring.held import Held
+from vllm_kvselect.selecting.selection import best_mask, stage_1_counts
 
 HALF = 0.5
 """Above it the factor `2 - 1 / sum(N A)` of the bound is positive, and stage 2 lowers the bound."""
@@ -94,6 +100,33 @@ def _masses(sample: Sample, eviction: EvictionConfig) -> torch.Tensor:
         total = retained_attention(weights, both)
         masses.append(torch.stack((mass(total).mean(-1), mass(alone).mean(-1))))
     return torch.stack(masses, dim=1)
+
+
+def stage_1_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
+    """Entries that the first stage of a method retains, the tail aside.
+
+    Args:
+        prompt: The prompt.
+        config: Method, budget and parameters.
+
+    Returns:
+        `[num_layers, num_kv_heads, num_prompt_tokens]` bool. None of it if the budget covers it.
+
+    Raises:
+        EvaluationError: If the method has no two stages.
+    """
+    if not KNOWN_METHODS[config.method].norms.two_stages:
+        raise EvaluationError(f"{config.method} does not select in two stages")
+    entries = torch.zeros_like(tail_entries(prompt, config))
+    if (cut := prompt.cut(config)) is not None:
+        layers, size = competing(prompt, cut, config), prompt.block_size
+        budgets = retain(layers, cut.num_packed, size, config, prompt.kernels).offsets.diff() * size
+        candidates = score(Held.of(layers), config, prompt.kernels)
+        of_stage_1 = stage_1_counts(budgets, config.of(FirstStage).alpha, config.num_first)
+        scores = candidates.with_first(candidates.scores, config.num_first)
+        first = best_mask(scores.flatten(0, 1), of_stage_1)
+        entries[..., : scores.shape[-1]] = first.view_as(scores)
+    return entries
 
 
 def _heads_figure(config: AnalysisConfig, means: dict[Setting, torch.Tensor]) -> Figure:

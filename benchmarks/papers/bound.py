@@ -85,7 +85,7 @@ def measure_bound(study: Study) -> Findings:
 def _measure(sample: Sample, retained: torch.Tensor) -> torch.Tensor:
     """Perturbation and bound, means over tokens, and their highest ratio, by layer and head."""
     rows = []
-    for layer, kept in zip(sample.prompt.layers, retained, strict=True):
+    for layer, kept in zip(sample.layers, retained, strict=True):
         exact = layer._replace(
             query=layer.query.double(), key=layer.key.double(), value=layer.value.double()
         )

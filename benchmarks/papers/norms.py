@@ -24,7 +24,7 @@ def measure_norms(study: Study) -> Findings:
     (first, *_), scenario = study.config.evictions(), study.config.scenarios[0]
     spreads = torch.tensor(
         [
-            [_spreads(layer) for layer in sample.prompt.layers]
+            [_spreads(layer) for layer in sample.layers]
             for setting, _, sample in study.walk([first])
             if setting.scenario == scenario
         ]

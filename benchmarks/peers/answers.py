@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from rich.console import Console
 from rich.progress import Progress
 
@@ -17,7 +17,7 @@ from vllm_kvselect.evaluation.predictions import Budget, Prediction, Setting
 from vllm_kvselect.evaluation.settings import ENGINE_SUITES, FULL
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.models import load_tokenizer, model_folder
-from vllm_kvselect.offline.parsing import parsed
+from vllm_kvselect.offline.parsing import Settings
 from vllm_kvselect.offline.tasks import Scenario
 from vllm_kvselect.planning.cuts import budget_entries
 
@@ -29,7 +29,7 @@ Reply = dict[str, Any]
 of the entries; and, where it is measured, `nll` and `accuracy`."""
 
 
-class PeerConfig(BaseModel):
+class PeerConfig(Settings):
     """What a peer is asked, beside the examples of an evaluation.
 
     Attributes:
@@ -43,7 +43,7 @@ class PeerConfig(BaseModel):
         budgets: As in `EvaluationConfig`.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(extra="ignore")  # an evaluation says more
 
     peer: Literal["kvpress", "openvino"]
     suite: str
@@ -70,7 +70,7 @@ class PeerConfig(BaseModel):
             values |= json.loads((evaluation / "run.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise EvaluationError(f"{evaluation} holds no evaluation; run one first") from None
-        config = parsed(cls, values)
+        config = cls.parse(values)
         known = PEER_METHODS[config.peer]
         if unknown := set(config.methods) - set(known):
             raise EvaluationError(

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import vllm_kvselect
 from peers.environment import python_of
-from vllm_kvselect.evaluation.server import stop, tail
+from vllm_kvselect.evaluation.server import tail
 from vllm_kvselect.offline.errors import EvaluationError
 
 VISIBLE = tuple(Path(each).resolve().parent for each in (vllm_kvselect.__file__, __file__))
@@ -80,3 +80,15 @@ class Worker:
         self._child.wait()
         self._log.seek(0)
         raise EvaluationError(f"the peer's process failed; its log ends:\n{tail(self._log.read())}")
+
+
+def stop(process: "subprocess.Popen[str]", grace: float = 20.0) -> None:
+    """Ends a process that may still run; vLLM's own children end with it."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(grace)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

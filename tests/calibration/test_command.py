@@ -4,18 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from papers.continuation import continue_prompt
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typer.testing import CliRunner, Result
 
 from tests.engine.random_hybrids import granite_h
 from tests.offline.conftest import HEAD_SIZE, NUM_KV_HEADS, NUM_LAYERS
-from vllm_kvselect.calibration.contexts import contexts_left_out, contexts_to_fit
+from vllm_kvselect.calibration.contexts import read_contexts
 from vllm_kvselect.calibration.settings import CalibrationConfig
 from vllm_kvselect.cli import app
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.machine import dtype_name, fast_dtype
-from vllm_kvselect.offline.capture import capture, continue_prompt
-from vllm_kvselect.offline.kvzip import Replay, chunks
+from vllm_kvselect.offline.capture import capture
+from vllm_kvselect.offline.kvzip import chunks
 from vllm_kvselect.offline.retained import Prompt, retained_entries
 from vllm_kvselect.probes.file import Probe
 
@@ -59,7 +60,7 @@ def test_the_quality_is_that_of_the_probe_in_the_file(
     """Judged again by the offline room's run on dropped entries, and by the definition."""
     weights, facts = Probe.load(calibrated[1])
     config = CalibrationConfig.parse({**facts.settings})
-    left_out = contexts_left_out(tokenizer, config)
+    left_out = read_contexts(tokenizer, config, are_left_out=True)
     for budget, expected in zip(facts.quality.budgets, facts.quality.tuned, strict=True):
         found = 0.0
         for context in left_out:
@@ -68,7 +69,7 @@ def test_the_quality_is_that_of_the_probe_in_the_file(
             method = EvictionConfig(method="layer-probe", budget=budget, window=1)
             retained = retained_entries(prompt, method)
             everything, total = torch.ones_like(retained), 0.0
-            for chunk in chunks(tokenizer, context, Replay(config.part)):
+            for chunk in chunks(tokenizer, context, config.part):
                 runs = (
                     continue_prompt(llama, layers, context, chunk.token_ids, entries)
                     for entries in (everything, retained)
@@ -83,8 +84,8 @@ def test_the_quality_is_that_of_the_probe_in_the_file(
 
 def test_texts_left_out_are_others(tokenizer: PreTrainedTokenizerBase) -> None:
     config = CalibrationConfig(texts=("code", "pairs"), tokens=1800, length=300)
-    fitted = {tuple(context) for context in contexts_to_fit(tokenizer, config)}
-    left_out = {tuple(context) for context in contexts_left_out(tokenizer, config)}
+    fitted = {tuple(context) for context in read_contexts(tokenizer, config)}
+    left_out = {tuple(context) for context in read_contexts(tokenizer, config, are_left_out=True)}
     assert len(fitted) == 6
     assert len(left_out) == 2
     assert not fitted & left_out

@@ -5,13 +5,14 @@ import math
 
 import pytest
 import torch
+from papers.continuation import continue_prompt
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.engine.random_hybrids import granite_h
 from tests.offline.conftest import NUM_KV_HEADS, NUM_LAYERS
 from vllm_kvselect.calibration.repetition import divergence, repeated
-from vllm_kvselect.offline.capture import Layer, capture, continue_prompt
-from vllm_kvselect.offline.kvzip import Chunk, Replay, chunks
+from vllm_kvselect.offline.capture import Layer, capture
+from vllm_kvselect.offline.kvzip import Chunk, chunks
 
 NUM_TOKENS = 96
 
@@ -23,7 +24,7 @@ def exact(llama: PreTrainedModel) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def chunk(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> Chunk:
-    return list(chunks(tokenizer, token_ids, Replay(40)))[1]
+    return list(chunks(tokenizer, token_ids, 40))[1]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_of_a_hybrid_the_context_runs_again(
     model = granite_h().eval()
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     layers = capture(model, token_ids)
-    chunk = next(chunks(tokenizer, token_ids, Replay(40)))
+    chunk = next(chunks(tokenizer, token_ids, 40))
     retained = some_entries(3, len(layers), len(layers[0].key), NUM_TOKENS)
     gates = torch.zeros(retained.shape).masked_fill(~retained, -torch.inf)
     with torch.no_grad():

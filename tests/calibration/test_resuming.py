@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tests.calibration.test_command import run
 from vllm_kvselect.calibration import calibration
 from vllm_kvselect.calibration.checkpoint import Checkpoint
-from vllm_kvselect.calibration.contexts import contexts_to_fit
+from vllm_kvselect.calibration.contexts import read_contexts
 from vllm_kvselect.calibration.fit import fit
 from vllm_kvselect.calibration.settings import CalibrationConfig
 from vllm_kvselect.calibration.tuning import KEPT_EVERY, tuned
@@ -103,7 +103,7 @@ def test_a_state_is_all_that_later_steps_depend_on(
 ) -> None:
     values = {"texts": ("pairs",), "tokens": 512, "length": 256, "steps": STEPS, "part": 32}
     config = CalibrationConfig.parse({**values, "rate": 0.03})
-    contexts = contexts_to_fit(tokenizer, config)
+    contexts = read_contexts(tokenizer, config)
     weights, spread = fit(llama, tokenizer, contexts, config)
     states: list[dict[str, torch.Tensor]] = []
     steps: list[int] = []

@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.calibration.test_command import run
-from vllm_kvselect.calibration.contexts import contexts_to_fit
+from vllm_kvselect.calibration.contexts import read_contexts
 from vllm_kvselect.calibration.settings import QUICK, CalibrationConfig
 from vllm_kvselect.calibration.trial import Trial, tried
 from vllm_kvselect.probes.file import Probe
@@ -26,7 +26,7 @@ def test_seconds_of_a_part_count_as_often_as_the_part_comes(seconds: float, said
 def test_a_trial_takes_one_of_each(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    context = contexts_to_fit(tokenizer, CONFIG)[0]
+    context = read_contexts(tokenizer, CONFIG)[0]
     trial = tried(llama, tokenizer, context, CONFIG)
     assert min(trial[:3]) > 0
     assert max(trial[:3]) < 20, "a step, and not 400 of them"

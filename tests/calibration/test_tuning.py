@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from vllm_kvselect.calibration.contexts import contexts_to_fit
+from vllm_kvselect.calibration.contexts import read_contexts
 from vllm_kvselect.calibration.fit import fit
 from vllm_kvselect.calibration.normal_equations import Spread
 from vllm_kvselect.calibration.quality import BUDGETS, divergences
@@ -15,15 +15,14 @@ from vllm_kvselect.calibration.teacher import features_of
 from vllm_kvselect.calibration.tuning import _gates, _loss, _pace, tuned
 from vllm_kvselect.offline.capture import capture
 from vllm_kvselect.offline.models import load_model
-from vllm_kvselect.shallow_model import shallow_copy
-from vllm_kvselect.tiny_model import tiny_model
+from vllm_kvselect.tiny_model import shallow_copy, tiny_model
 
 CONFIG = CalibrationConfig(texts=("pairs",), tokens=512, length=256, steps=10, part=32, rate=0.03)
 
 
 @pytest.fixture(scope="module")
 def contexts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    return contexts_to_fit(tokenizer, CONFIG)
+    return read_contexts(tokenizer, CONFIG)
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,7 @@ from tests.probe_files import probe_of
 from tests.process_memory import give_back_freed_memory
 from vllm_kvselect.engine.platforms import has_fp8_caches
 from vllm_kvselect.kernels import build
-from vllm_kvselect.shallow_model import shallow_copy
-from vllm_kvselect.tiny_model import tiny_model
+from vllm_kvselect.tiny_model import shallow_copy, tiny_model
 
 needs_fp8_caches = pytest.mark.skipif(
     not has_fp8_caches(),

@@ -44,9 +44,6 @@ class TaggedLayer:
     def inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> ScoringInputs:
         return ScoringInputs(query, key, value, 1.0, layer_index=self.layer_index)
 
-    def constants(self) -> ScoringInputs:
-        return self.inputs(*[torch.empty(0)] * 3)
-
     def read(self, pages: torch.Tensor, num_competing: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.read_values(pages), self.read_values(pages[:, :num_competing])
 

@@ -214,7 +214,7 @@ def test_settings_of_a_stock_engine_may_be_any_object() -> None:
     args = EngineArgs(str(tiny_model()), max_model_len=2048, additional_config=settings)
     config = args.create_engine_config()
     assert config.additional_config is settings
-    assert arguments.server_config(config) is None
+    assert arguments.requested(config) is None
     assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
 
 

@@ -9,8 +9,7 @@ import pytest
 from tests.engine.conftest import SHALLOW_LAYERS, Engine, EngineFactory
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.planning.cuts import cuts
-from vllm_kvselect.shallow_model import shallow_copy
-from vllm_kvselect.tiny_model import tiny_model
+from vllm_kvselect.tiny_model import shallow_copy, tiny_model
 
 EVICTION = {"method": "layer-probe", "budget": 128}
 WITH_TOKENIZER = {"skip_tokenizer_init": False}

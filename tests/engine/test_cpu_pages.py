@@ -99,8 +99,8 @@ def test_codec_reads_what_vllm_wrote(kernel: Kernel) -> None:
     stock_write(kernel, cache, key, value, slots)
     codec, pages = kernel.codec, head_pages(blocks, NUM_KV_HEADS)
     keys, values = numbers(kernel, codec)
-    assert torch.equal(codec.read_keys(cache, pages, keys), key.transpose(0, 1))
-    assert torch.equal(codec.read_values(cache, pages, values), value.transpose(0, 1))
+    assert torch.equal(codec.read(cache, pages, keys), key.transpose(0, 1))
+    assert torch.equal(codec.read(cache, pages, values, True), value.transpose(0, 1))
 
 
 def test_written_entries_are_read_back_from_any_page(kernel: Kernel) -> None:
@@ -112,9 +112,9 @@ def test_written_entries_are_read_back_from_any_page(kernel: Kernel) -> None:
     write_entries(cache, key, value, slots, isa, kernel.cache_dtype)
     codec = kernel.codec
     every_page = head_pages(torch.arange(NUM_BLOCKS), NUM_KV_HEADS)
-    for entries, read in ((key, codec.read_keys), (value, codec.read_values)):
+    for entries, are_values in ((key, False), (value, True)):
         # [head, block * offset] -> the slot order of the one-head view: block, head, offset
-        read_back = read(cache, every_page, codec.numbers(1.0))
+        read_back = codec.read(cache, every_page, codec.numbers(1.0), are_values)
         by_head = read_back.view(NUM_KV_HEADS, NUM_BLOCKS, block_size, head_size)
         by_slot = by_head.transpose(0, 1).reshape(-1, head_size)
         assert torch.equal(by_slot[slots], entries)
@@ -161,10 +161,10 @@ def test_pages_behind_two_to_the_31st_element() -> None:
         outputs.append(attend(query, one_head_view(where), table, seq_lens, isa))
     assert torch.equal(*outputs)
     codec = PageCodec(isa, dtype, block_size, head_size)
-    assert torch.equal(codec.read_values(cache, torch.tensor([[page]]))[0], value)
+    assert torch.equal(codec.read(cache, torch.tensor([[page]]), None, True)[0], value)
     retained, packed = torch.arange(block_size), torch.tensor([page - 2])
     codec.move_retained(cache, torch.tensor([[page]]), retained, block_size, packed)
-    assert torch.equal(codec.read_values(cache, torch.tensor([[page - 2]]))[0], value)
+    assert torch.equal(codec.read(cache, torch.tensor([[page - 2]]), None, True)[0], value)
 
 
 def test_one_head_view_computes_what_the_stock_call_computes(kernel: Kernel) -> None:

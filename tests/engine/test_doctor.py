@@ -43,7 +43,7 @@ def test_another_release_with_the_same_functions_can_serve(monkeypatch: pytest.M
 
 
 def test_a_function_that_changed_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sources.KNOWN_SOURCES, "AsyncLLM.generate", {"0.32.0": "?"})
+    monkeypatch.setitem(sources.KNOWN_SOURCES, "AsyncLLM.generate", ("?",))
     findings = found()
     assert stopped(findings) == ["hooks"]
     assert "AsyncLLM.generate changed" in findings["hooks"].text

@@ -47,7 +47,7 @@ def rounded(entries: torch.Tensor, scale: float, cache_dtype: str) -> torch.Tens
     pages = torch.zeros(num_pages, 1, BLOCK_SIZE, 2 * size, dtype=torch.uint8)
     write_entries(pages, rows, rows, torch.arange(len(rows)), "vec", cache_dtype)
     codec = PageCodec("vec", torch.float32, BLOCK_SIZE, size, cache_dtype=cache_dtype)
-    read = codec.read_values(pages, torch.arange(num_pages)[None], codec.numbers(scale))
+    read = codec.read(pages, torch.arange(num_pages)[None], codec.numbers(scale), True)
     return read[0, : len(rows)].view(entries.shape)
 
 

@@ -27,14 +27,13 @@ from tests.engine.float64 import (
 from tests.engine.recorder import Recorder, recording
 from tests.method_cases import SERVED_CASES, MethodCase
 from tests.probe_files import probe_of
-from vllm_kvselect.choice import Retention, retain, retain_pool, score_layer
+from vllm_kvselect.choice import Retention, retain
 from vllm_kvselect.kernels import cpu
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.rotation import Rotation
 from vllm_kvselect.scoring.value_norms import OutputProjection
-from vllm_kvselect.selecting.ranking import Candidates
 
 PROMPT_LENS = (500, 351, 300)
 UNIT = 2.0**-24
@@ -152,9 +151,8 @@ def choose(case: MethodCase, layers: list[Layer], parts: Kernels) -> list[Retent
     packed = parts is not REFERENCES
     given = [inputs(case, layer, packed, index) for index, layer in enumerate(layers)]
     if not METHODS[case.method].pooled:
-        return [retain(each, *size, kernels=parts) for each in given]
-    scored = [score_layer(each, size[-1], parts) for each in given]
-    return [retain_pool(Candidates.stack(scored), *size, kernels=parts)]
+        return [retain([each], *size, kernels=parts) for each in given]
+    return [retain(given, *size, kernels=parts)]
 
 
 def inputs(case: MethodCase, layer: Layer, kernels: bool, index: int = 0) -> ScoringInputs:

@@ -13,7 +13,7 @@ import torch
 from tests.store.contexts import BLOCKS, HEADS, LAYERS, SIZE, WIDTH, context, place_of
 from vllm_kvselect.engine.notice import Load
 from vllm_kvselect.engine.states import worker_files as module
-from vllm_kvselect.engine.states.worker_files import Arrived, Shape, Transfers
+from vllm_kvselect.engine.states.worker_files import Shape, Transfers
 from vllm_kvselect.store.file import Stored
 from vllm_kvselect.store.folder import Folder
 
@@ -49,7 +49,7 @@ def counts(transfers: Transfers, number: int) -> tuple[int, int]:
     return stored, failed
 
 
-def arrived(transfers: Transfers) -> list[Arrived]:
+def arrived(transfers: Transfers) -> list[tuple[int, list[int], Stored | None]]:
     for _ in range(500):
         if found := list(transfers.arrived(True)):
             return found
@@ -161,7 +161,7 @@ def test_a_load_that_was_dropped_never_arrives(tmp_path: Path) -> None:
     Folder(tmp_path).write(of(1))
     transfers.begin({1: Load(place_of(1).name, IDS), 2: Load(place_of(1).name, IDS)})
     transfers.drop([1, 7])
-    assert [each.number for each in arrived(transfers)] == [2]
+    assert [number for number, *_ in arrived(transfers)] == [2]
 
 
 def test_ranks_go_on_with_what_all_of_them_have(tmp_path: Path) -> None:
@@ -178,5 +178,5 @@ def test_ranks_go_on_with_what_all_of_them_have(tmp_path: Path) -> None:
     for reading in transfers._reading.values():
         reading.future.result(20)
     first = list(transfers.arrived(True))
-    assert [(each.number, each.stored is not None) for each in first] == [(2, True), (3, False)]
-    assert [each.number for each in transfers.arrived(True)] == [1]
+    assert [(number, stored is not None) for number, _, stored in first] == [(2, True), (3, False)]
+    assert [number for number, *_ in transfers.arrived(True)] == [1]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from vllm_kvselect.cli import app
 from vllm_kvselect.evaluation import off_engine
 from vllm_kvselect.evaluation.predictions import read, write
-from vllm_kvselect.evaluation.settings import SUITE_NAMES
+from vllm_kvselect.evaluation.run import SUITES
 
 FILES = {"run.json", "examples.jsonl", "predictions.jsonl", "scores.json", "table.md"}
 
@@ -122,4 +122,4 @@ def test_mistakes_are_told_in_one_line(
 def test_unknown_suites_are_refused() -> None:
     result = run("glue")
     assert result.exit_code == 2
-    assert all(name in result.output for name in SUITE_NAMES)
+    assert all(name in result.output for name in SUITES)

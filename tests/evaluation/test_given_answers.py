@@ -12,7 +12,7 @@ from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.evaluation.suites.given_answers import given_answers
 from vllm_kvselect.evaluation.suites.own_answers import own_answers
 from vllm_kvselect.offline.errors import EvaluationError
-from vllm_kvselect.offline.kinds import KINDS
+from vllm_kvselect.offline.tasks import KINDS
 from vllm_kvselect.offline.texts import read_texts
 
 CONFIG = EvaluationConfig(

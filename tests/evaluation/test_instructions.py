@@ -88,7 +88,7 @@ def test_what_cannot_be_asked_is_refused(tokenizer: PreTrainedTokenizerBase) -> 
         instructions(CONFIG.model_copy(update={"tasks": ("obedience",)}), tokenizer)
     plain = copy.copy(tokenizer)
     plain.chat_template = None
-    with pytest.raises(EvaluationError, match="a chat template"):
+    with pytest.raises(EvaluationError, match="no chat template"):
         instructions(CONFIG, plain)
 
 

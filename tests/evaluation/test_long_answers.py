@@ -74,7 +74,7 @@ def test_bos_token_is_the_templates(tokenizer: PreTrainedTokenizerBase) -> None:
 def test_what_cannot_be_made_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(EvaluationError, match="256 tokens with 256 for the answer have no room"):
         examples(tokenizer, lengths=(256,))
-    with pytest.raises(EvaluationError, match=r"has [0-9]+ texts of [0-9]+ tokens or more"):
+    with pytest.raises(EvaluationError, match=r"are [0-9]+ texts of [0-9]+ tokens or more"):
         examples(tokenizer, tasks=("explanation",), lengths=(8000,), num_examples=100)
     with pytest.raises(EvaluationError, match="no task 'poem'; there are summary, continuation"):
         examples(tokenizer, tasks=("poem",))

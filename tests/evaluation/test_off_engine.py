@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from papers.continuation import continue_prompt
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,7 +16,7 @@ from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.predictions import Prediction, Setting
 from vllm_kvselect.evaluation.settings import FULL, EvaluationConfig
 from vllm_kvselect.offline.answers import forced
-from vllm_kvselect.offline.capture import capture, continue_prompt
+from vllm_kvselect.offline.capture import capture
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.kvzip import kvzip_scores
 from vllm_kvselect.offline.retained import Prompt, retained_entries

@@ -160,7 +160,7 @@ def launch_all(dtype: torch.dtype, head_size: int) -> None:
     cuda.projected_value_norms(held)
     launch_products(dtype, head_size)
     scores, budgets = scores[0], torch.full((KV_HEADS,), 1024)
-    cuda.adaptive_pages(scores[None], [64], BLOCK_SIZE, config)
+    cuda.KERNELS.adaptive_pages(scores[None], [64], BLOCK_SIZE, config)
     cuda.best_first(scores[None], [64])
     cuda.select(scores, budgets, KV_HEADS * 1024)
     move(dtype, head_size)

@@ -24,7 +24,7 @@ from vllm_kvselect.scoring import (
     streaming_llm,
 )
 from vllm_kvselect.scoring.held import Held, stacked
-from vllm_kvselect.scoring.inputs import Scorer
+from vllm_kvselect.scoring.inputs import Scorer, absent_columns
 from vllm_kvselect.selecting.ranking import Candidates
 
 pytest.importorskip("triton")
@@ -77,7 +77,8 @@ def small_tiles() -> Iterator[None]:
 
 def present(held: Held, scores: torch.Tensor) -> torch.Tensor:
     """What is said of entries that there are."""
-    return scores.double().masked_fill(held.is_absent(), 0)
+    is_absent = absent_columns(held.num_absent, held.num_competing)
+    return scores.double().masked_fill(is_absent, 0)
 
 
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)

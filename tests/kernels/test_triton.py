@@ -149,7 +149,7 @@ def test_the_whole_choice_waits_for_nothing_and_is_the_references(
     inputs = replace(inputs, probe=probe.to(DEVICE))
     if absent is not None:
         inputs = replace(inputs, num_absent=torch.tensor(absent).to(DEVICE))
-    arguments = (inputs, 3, 8, case.config(window=shape.window))
+    arguments = ([inputs], 3, 8, case.config(window=shape.window))
     expected = retain(*arguments)
     with unsynchronised():
         retention = retain(*arguments, kernels=cuda.KERNELS)

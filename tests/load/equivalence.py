@@ -39,7 +39,7 @@ from tests.load.script import in_fresh_process, long_text, model_folder, run_scr
 from vllm_kvselect.config import CONFIG_KEY
 from vllm_kvselect.machine import machine
 from vllm_kvselect.offline.tables import console as table_console
-from vllm_kvselect.shallow_model import shallow_copy
+from vllm_kvselect.tiny_model import shallow_copy
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 

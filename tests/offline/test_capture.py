@@ -1,5 +1,6 @@
 import pytest
 import torch
+from papers.continuation import continue_prompt
 from papers.quantities import following_attention, head_outputs
 from transformers import (
     GPT2Config,
@@ -12,7 +13,7 @@ from transformers import (
 )
 
 from tests.offline.conftest import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS
-from vllm_kvselect.offline.capture import Layer, capture, continue_prompt
+from vllm_kvselect.offline.capture import Layer, capture
 from vllm_kvselect.offline.errors import EvaluationError
 
 TIGHT = {"rtol": 1e-4, "atol": 1e-4}

@@ -3,10 +3,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from papers.continuation import continue_prompt
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.engine.random_hybrids import falcon_h1, lfm2, qwen3_next
-from vllm_kvselect.offline.capture import Layer, capture, continue_prompt
+from vllm_kvselect.offline.capture import Layer, capture
 from vllm_kvselect.offline.continuations import Continuations
 
 NUM_ROWS, NUM_PROMPT_TOKENS = 4, 60

@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from papers.continuation import continue_prompt
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.engine.random_hybrids import falcon_h1, granite_h, lfm2, nemotron_h, qwen3_next
 from tests.oracle import kvzip as oracle
 from vllm_kvselect.offline.attention import attending_layers, attention_replaced, keeps_states
-from vllm_kvselect.offline.capture import capture, continue_prompt
-from vllm_kvselect.offline.kvzip import Replay, chunks, kvzip_scores
+from vllm_kvselect.offline.capture import capture
+from vllm_kvselect.offline.kvzip import chunks, kvzip_scores
 from vllm_kvselect.offline.rotations import UnknownRotation
 
 FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], list[int]]] = {
@@ -38,11 +39,11 @@ def hybrid(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase) -
 def test_scores_are_the_oracles_of_what_attends(
     hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, token_ids: list[int]
 ) -> None:
-    context, replay = token_ids[:40], Replay(CHUNK_SIZE, answer_start="\n")
+    context = token_ids[:40]
     layers = capture(hybrid, [*context, 5, 6])
-    scores = kvzip_scores(hybrid, tokenizer, layers, context, replay)
+    scores = kvzip_scores(hybrid, tokenizer, layers, context, CHUNK_SIZE)
     assert len(layers) == len(scores) == 2
-    for chunk in chunks(tokenizer, context, replay):
+    for chunk in chunks(tokenizer, context, CHUNK_SIZE):
         part = range(chunk.start, chunk.stop)
         read = {*range(min(4, chunk.start)), *part}
         for index, layer in enumerate(capture(hybrid, context + chunk.token_ids)):

@@ -8,7 +8,7 @@ from tests.offline.conftest import NUM_KV_HEADS, NUM_LAYERS
 from tests.oracle import kvzip as oracle
 from vllm_kvselect.offline import kvzip
 from vllm_kvselect.offline.capture import capture
-from vllm_kvselect.offline.kvzip import Replay, chunks, kvzip_scores
+from vllm_kvselect.offline.kvzip import chunks, kvzip_scores
 
 CHUNK_SIZE = 17
 
@@ -23,10 +23,8 @@ def context(token_ids: list[int]) -> list[int]:
     return token_ids[:40]  # two chunks and a shorter one
 
 
-@pytest.mark.parametrize("softmax_over", ["chunk", "context"])
 @pytest.mark.parametrize("block_elements", [1, 2000, 2**24])
 def test_scores_are_the_oracles(
-    softmax_over: str,
     block_elements: int,
     llama64: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -34,15 +32,12 @@ def test_scores_are_the_oracles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kvzip, "_BLOCK_ELEMENTS", block_elements)
-    replay = Replay(CHUNK_SIZE, softmax_over, answer_start="\n")  # type: ignore[arg-type]
     layers = capture(llama64, [*context, 5, 6])
-    scores = kvzip_scores(llama64, tokenizer, layers, context, replay)
+    scores = kvzip_scores(llama64, tokenizer, layers, context, CHUNK_SIZE)
     assert scores.shape == (NUM_LAYERS, NUM_KV_HEADS, len(context))
-    for chunk in chunks(tokenizer, context, replay):
+    for chunk in chunks(tokenizer, context, CHUNK_SIZE):
         part = range(chunk.start, chunk.stop)
         read = {*range(min(4, chunk.start)), *part}
-        if softmax_over == "context":
-            read = set(range(len(context)))
         # Nothing stands between the replay and the context, so one run gives both.
         for index, layer in enumerate(capture(llama64, context + chunk.token_ids)):
             expected = oracle.kvzip_scores(
@@ -52,21 +47,12 @@ def test_scores_are_the_oracles(
             torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
-def test_a_context_of_one_chunk_has_one_softmax(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: list[int]
-) -> None:
-    layers = capture(llama, context)
-    found = [
-        kvzip_scores(llama, tokenizer, layers, context, Replay(softmax_over=over))
-        for over in ("chunk", "context")
-    ]
-    assert torch.equal(*found)
-
-
 def test_every_chunk_is_asked_for_and_repeated(
     tokenizer: PreTrainedTokenizerBase, context: list[int]
 ) -> None:
-    found = list(chunks(tokenizer, context, Replay(CHUNK_SIZE, answer_start="\n")))
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = None  # an answer begins on a line of its own then
+    found = list(chunks(tokenizer, context, CHUNK_SIZE))
     assert [(chunk.start, chunk.stop) for chunk in found] == [(0, 17), (17, 34), (34, 40)]
     first, second, _ = (tokenizer.decode(chunk.token_ids) for chunk in found)
     repeated = [tokenizer.decode(context[chunk.start : chunk.stop]) for chunk in found]

@@ -7,8 +7,7 @@ import torch
 
 from vllm_kvselect import machine
 from vllm_kvselect.offline.models import load_model
-from vllm_kvselect.shallow_model import shallow_copy
-from vllm_kvselect.tiny_model import tiny_model
+from vllm_kvselect.tiny_model import shallow_copy, tiny_model
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from vllm_kvselect.scoring.snapkv import snapkv_scores
 BUDGETS = (0.2, 0.4)
 
 
-@pytest.mark.parametrize("what_if", [None, "equal-norms"])
-def test_choices_are_those_of_the_references(what_if: str | None) -> None:
-    prompt = make_prompt(what_if=what_if)
+@pytest.mark.parametrize("equal_norms", [False, True])
+def test_choices_are_those_of_the_references(equal_norms: bool) -> None:
+    prompt = make_prompt(equal_norms=equal_norms)
     all_at_once = prompt._replace(kernels=remembering())
     for method in METHODS:
         for budget in BUDGETS:

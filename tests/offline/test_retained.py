@@ -5,13 +5,7 @@ from tests import oracle
 from tests.strategies import random_probe
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.offline.capture import Layer
-from vllm_kvselect.offline.errors import EvaluationError
-from vllm_kvselect.offline.retained import (
-    Prompt,
-    retained_entries,
-    stage_1_entries,
-    tail_entries,
-)
+from vllm_kvselect.offline.retained import Prompt, retained_entries, tail_entries
 from vllm_kvselect.planning.cuts import cuts
 from vllm_kvselect.registry import KNOWN_METHODS
 from vllm_kvselect.scoring.value_norms import OutputProjection
@@ -43,8 +37,11 @@ REPLAYED = torch.rand(
 PROBE = torch.stack([random_probe(NUM_KV_HEADS, HEAD_SIZE, seed) for seed in (7, 8)])
 
 
-def make_prompt(block_size: int = 1, what_if: str | None = None) -> Prompt:
-    return Prompt(LAYERS, NUM_PROMPT_TOKENS, block_size, what_if, probe=PROBE, replayed=REPLAYED)
+def make_prompt(block_size: int = 1, equal_norms: bool = False) -> Prompt:
+    layers = LAYERS
+    if equal_norms:
+        layers = [layer._replace(value=torch.ones_like(layer.value)) for layer in layers]
+    return Prompt(layers, NUM_PROMPT_TOKENS, block_size, probe=PROBE, replayed=REPLAYED)
 
 
 def make_config(method: str, **values: object) -> EvictionConfig:
@@ -101,28 +98,10 @@ def test_budget_above_the_prompt_drops_nothing() -> None:
     config = make_config("adakv-perturb", budget=NUM_PROMPT_TOKENS)
     assert retained_entries(make_prompt(), config).all()
     assert tail_entries(make_prompt(), config).all()
-    assert not stage_1_entries(make_prompt(), config).any()
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-def test_stage_1_is_its_share_of_what_is_retained(alpha: float) -> None:
-    config = make_config("snapkv-perturb", alpha=alpha)
-    stage_1 = stage_1_entries(make_prompt(), config)
-    tail = tail_entries(make_prompt(), config)
-    retained = retained_entries(make_prompt(), config)
-    assert tail.sum(-1).unique().tolist() == [WINDOW]
-    assert stage_1.sum(-1).unique().tolist() == [int(alpha * (24 - WINDOW))]
-    assert not (stage_1 & tail).any()
-    assert ((stage_1 | tail) <= retained).all()
-
-
-def test_stage_1_of_a_method_without_one_is_refused() -> None:
-    with pytest.raises(EvaluationError, match="defensivekv does not select in two stages"):
-        stage_1_entries(make_prompt(), make_config("defensivekv"))
 
 
 def test_equal_norms_leave_the_score_alone() -> None:
     one, two = make_config("snapkv"), make_config("snapkv-perturb")
     without = retained_entries(make_prompt(), one)
     assert not torch.equal(retained_entries(make_prompt(), two), without)
-    assert torch.equal(retained_entries(make_prompt(what_if="equal-norms"), two), without)
+    assert torch.equal(retained_entries(make_prompt(equal_norms=True), two), without)

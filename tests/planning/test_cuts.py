@@ -9,7 +9,6 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.planning.cuts import (
     Cut,
     Cuts,
-    Role,
     budget_entries,
     budget_problem,
     chunk_end,
@@ -161,23 +160,10 @@ def test_the_next_and_the_last_cut_enclose_a_length(planned: Cuts, num_tokens: i
 
 
 @many
-@given(several_cuts(), st.integers(0, 150), st.integers(0, 40))
-def test_roles_partition_the_block_table(planned: Cuts, num_tokens: int, num_blocks: int) -> None:
-    roles = [planned.role(index, num_tokens) for index in range(num_blocks)]
-    cut = planned.last_made(num_tokens)
-    freed, packed = (cut.first_packed, cut.num_packed) if cut else (0, 0)
-    in_order = [Role.FREED] * freed + [Role.PACKED] * packed + [Role.TAIL] * num_blocks
-    assert roles == in_order[:num_blocks]
-
-
-@many
 @given(several_cuts(), st.integers(0, 150))
-def test_roles_agree_with_the_numbers_that_the_block_manager_uses(
-    planned: Cuts, num_tokens: int
-) -> None:
-    indices = range(40)
-    freed = [index for index in indices if planned.role(index, num_tokens) is Role.FREED]
-    assert freed == [*range(planned.num_freed(num_tokens))]
+def test_blocks_are_freed_by_the_last_cut_that_is_made(planned: Cuts, num_tokens: int) -> None:
+    cut = planned.last_made(num_tokens)
+    assert planned.num_freed(num_tokens) == (cut.num_freed if cut else 0)
     assert all(cut.position >= planned.first_position for cut in planned)
 
 
@@ -414,10 +400,7 @@ def test_pages_smaller_than_blocks_keep_a_page_too_many_at_most_and_free_whole_b
         assert packed_end % per_block == 0
         assert cut.tail_start - per_block < packed_end <= cut.tail_start
         assert cut.num_freed == cut.first_packed // per_block > (before.num_freed if before else 0)
-        assert cut.role(cut.num_freed - 1) is Role.FREED
-        assert cut.role(cut.num_freed) is not Role.FREED
-        assert cut.role(cut.tail_start // per_block) is Role.TAIL
-        assert cut.role(cut.tail_start // per_block - 1) is Role.PACKED
+        assert cut.num_freed < cut.first_of_tail == cut.tail_start // per_block
     # No cut is left out that would free a block.
     for position, cut in by_page.items():
         end = cut.tail_start // per_block * per_block

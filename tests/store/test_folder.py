@@ -57,10 +57,10 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_context_is_there_once_it_is_written(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
-    assert not folder.has(place_of(1))
+    assert folder.version(place_of(1)) is None
     assert folder.version(place_of(1)) is None
     assert folder.write(context(1))
-    assert folder.has(place_of(1))
+    assert folder.version(place_of(1)) is not None
     assert same(folder.read(place_of(1)), context(1))
     assert not left_beside(tmp_path)
     with pytest.raises(FileNotFoundError):

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from vllm_kvselect import __version__
 from vllm_kvselect.calibration.checkpoint import Checkpoint
-from vllm_kvselect.calibration.contexts import contexts_left_out, contexts_to_fit
+from vllm_kvselect.calibration.contexts import read_contexts
 from vllm_kvselect.calibration.fit import fit
 from vllm_kvselect.calibration.normal_equations import Spread
 from vllm_kvselect.calibration.quality import BUDGETS, divergences
@@ -56,19 +56,19 @@ def calibrated(config: CalibrationConfig) -> tuple[Path, ProbeFacts]:
         "texts": [Path(each).name for each in config.texts],  # a folder's place is private
     }
     path = config.out or default_path(of_model.name, of_model.fingerprint)
-    contexts = contexts_to_fit(tokenizer, config)
-    left_out = contexts_left_out(tokenizer, config)
-    decides = (__version__, of_model.model_dump(), settings, contexts)
+    to_fit = read_contexts(tokenizer, config)
+    left_out = read_contexts(tokenizer, config, are_left_out=True)
+    decides = (__version__, of_model.model_dump(), settings, to_fit)
     checkpoint = Checkpoint.beside(path, *decides)
     begun = checkpoint.read()
-    totals = {"fit": len(contexts), "tune": config.steps, "judge": len(left_out)}
+    totals = {"fit": len(to_fit), "tune": config.steps, "judge": len(left_out)}
     before = {
-        "fit": len(contexts) if begun else 0,
+        "fit": len(to_fit) if begun else 0,
         "tune": int(begun["step"]) if "step" in begun else 0,
         "judge": 0,
     }
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    trial = tried(model, tokenizer, contexts[0], config)
+    trial = tried(model, tokenizer, to_fit[0], config)
     console.print(trial.said(*(total - before[part] for part, total in totals.items())))
     with Progress(console=console) as progress:
         bars = {
@@ -76,7 +76,7 @@ def calibrated(config: CalibrationConfig) -> tuple[Path, ProbeFacts]:
             for part, total in totals.items()
         }
         done = {part: partial(progress.advance, bar) for part, bar in bars.items()}
-        probes = _probes(model, tokenizer, contexts, config, checkpoint, begun, done)
+        probes = _probes(model, tokenizer, to_fit, config, checkpoint, begun, done)
         judged = torch.zeros(len(probes), len(BUDGETS), dtype=torch.float64)
         for context in left_out:
             judged += divergences(model, tokenizer, context, probes, config.part) / len(left_out)
@@ -87,7 +87,7 @@ def calibrated(config: CalibrationConfig) -> tuple[Path, ProbeFacts]:
         model=of_model,
         settings=settings,
         quality=QualityFacts(
-            num_tokens=sum(map(len, contexts)),
+            num_tokens=sum(map(len, to_fit)),
             num_tokens_left_out=sum(map(len, left_out)),
             budgets=BUDGETS,
             fitted=of_probes[0],

@@ -9,10 +9,8 @@ from typing import Any, Final, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from vllm_kvselect.config import ConfigError
-from vllm_kvselect.probes.file import make_place
+from vllm_kvselect.probes.file import write
 
 _OF: Final = "of"
 
@@ -56,14 +54,7 @@ class Checkpoint:
         Raises:
             ConfigError: If they cannot be written.
         """
-        make_place(self.path)
-        unfinished = self.path.with_name(f"{self.path.name}.unfinished")
-        try:
-            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            save_file(contiguous, unfinished, {_OF: self.of})
-            unfinished.replace(self.path)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"cannot write {self.path}: {error}") from None
+        write(tensors, self.path, {_OF: self.of})
 
     def remove(self) -> None:
         """Removes the file: the calibration is done."""

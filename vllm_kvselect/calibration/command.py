@@ -1,50 +1,21 @@
 """`vllm-kvselect calibrate`: a probe of a model from the command line."""
 
 import time
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from vllm_kvselect.calibration.settings import QUICK, CalibrationConfig
 from vllm_kvselect.offline.errors import EvaluationError
-from vllm_kvselect.offline.kinds import KINDS
-from vllm_kvselect.offline.parsing import parts
-
-_DEFAULTS = CalibrationConfig()
+from vllm_kvselect.offline.parsing import with_options
 
 
+@with_options(CalibrationConfig)
 def calibrate(
-    model: Annotated[
-        str, typer.Argument(help="Model folder or hub name; by default the small model.")
-    ] = "",
-    texts: Annotated[
-        str, typer.Option(help=f"By commas: {', '.join(KINDS)}, or folders of texts.")
-    ] = ",".join(_DEFAULTS.texts),
-    tokens: Annotated[int, typer.Option(help="Tokens to make it from.")] = _DEFAULTS.tokens,
-    length: Annotated[int, typer.Option(help="Tokens per text.")] = _DEFAULTS.length,
-    chunk_size: Annotated[
-        int, typer.Option(help="Tokens that the teacher repeats in one go.")
-    ] = _DEFAULTS.chunk_size,
-    ridge: Annotated[float, typer.Option(help="Penalty of large weights.")] = _DEFAULTS.ridge,
-    steps: Annotated[
-        int, typer.Option(help="Steps of the tuning; 0 for the fit alone.")
-    ] = _DEFAULTS.steps,
-    part: Annotated[
-        int, typer.Option(help="Tokens that the model repeats in a step.")
-    ] = _DEFAULTS.part,
-    rate: Annotated[float, typer.Option(help="Of the tuning's steps.")] = _DEFAULTS.rate,
-    seed: Annotated[int, typer.Option(help="Decides the texts.")] = _DEFAULTS.seed,
-    dtype: Annotated[
-        str, typer.Option(help="By default the model's on a GPU, else a fast one.")
-    ] = _DEFAULTS.dtype,
+    values: dict[str, Any],
     quick: Annotated[
         bool, typer.Option("--quick", help="Fit 2,000 tokens, tune nothing: a minute's work.")
     ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="File to write.", show_default="one in the cache, named by the model"),
-    ] = None,
 ) -> None:
     """Make a probe: it tells from a token's own key and value whether it is worth keeping.
 
@@ -54,10 +25,7 @@ def calibrate(
 
     It says first how long it will take. When it was stopped, the same command goes on.
     """
-    values = {**locals(), "texts": parts(texts)}
-    if values.pop("quick"):
-        values |= QUICK
-    config = CalibrationConfig.parse(values)
+    config = CalibrationConfig.parse(values | (QUICK if quick else {}))
 
     # Here, because they need torch and transformers; other commands answer without.
     try:

@@ -8,7 +8,7 @@ import torch
 from vllm_kvselect.calibration.repetition import divergence, repeated
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.offline.capture import capture
-from vllm_kvselect.offline.kvzip import Replay, chunks
+from vllm_kvselect.offline.kvzip import chunks
 from vllm_kvselect.offline.retained import Prompt, retained_entries
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def divergences(
     )
     total = torch.zeros(len(ways), dtype=torch.float64)
     with torch.no_grad():
-        for chunk in chunks(tokenizer, context, Replay(part)):
+        for chunk in chunks(tokenizer, context, part):
             full, *logits = repeated(model, layers, context, chunk, log_gates)
             total += divergence(torch.stack(logits), full).sum(dim=-1).double().cpu()
     return (total / len(context)).view(len(probes), len(BUDGETS))

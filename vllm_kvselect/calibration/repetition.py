@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from vllm_kvselect.offline.attention import attention_replaced, keeps_states
+from vllm_kvselect.offline.attention import attention_replaced, causal_attention, keeps_states
 from vllm_kvselect.offline.capture import Layer
 from vllm_kvselect.offline.kvzip import Chunk
 
@@ -55,10 +55,7 @@ def repeated(
         if not again:
             return output
         query, key, value = (part[:, :, : len(again)] for part in (query, key, value))
-        plain = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=True
-        )
-        return torch.cat((plain, output), dim=2)
+        return torch.cat((causal_attention(query, key, value, scale), output), dim=2)
 
     token_ids = torch.tensor([again + chunk.token_ids], device=model.device)
     positions = torch.arange(token_ids.shape[1], device=model.device) + num_tokens - len(again)

@@ -8,7 +8,7 @@ import torch
 from vllm_kvselect.calibration.settings import CalibrationConfig
 from vllm_kvselect.offline.capture import Layer, capture
 from vllm_kvselect.offline.errors import EvaluationError
-from vllm_kvselect.offline.kvzip import Replay, kvzip_scores
+from vllm_kvselect.offline.kvzip import kvzip_scores
 from vllm_kvselect.offline.rotations import UnknownRotation
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.probe import probe_features
@@ -39,7 +39,7 @@ def samples(
         EvaluationError: If the model does not attend plainly, or its rotations are not known.
     """
     layers = capture(model, context)
-    scores = kvzip_scores(model, tokenizer, layers, context, Replay(config.chunk_size))
+    scores = kvzip_scores(model, tokenizer, layers, context, config.chunk_size)
     for features, of_layer in zip(features_of(layers), scores, strict=True):
         yield features, logarithm(of_layer)
 

@@ -13,7 +13,7 @@ from vllm_kvselect.calibration.settings import CalibrationConfig
 from vllm_kvselect.calibration.teacher import features_of
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.offline.capture import capture
-from vllm_kvselect.offline.kvzip import Replay, chunks
+from vllm_kvselect.offline.kvzip import chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -79,7 +79,7 @@ def tuned(
     first = _take_up(begun, in_units, optimizer, generator) if begun and "step" in begun else 0
     for step in range(first, config.steps):
         context = contexts[step % len(contexts)]
-        parts = list(chunks(tokenizer, context, Replay(config.part)))
+        parts = list(chunks(tokenizer, context, config.part))
         part = parts[int(torch.randint(len(parts), (), generator=generator))]
         layers = capture(model, context)
         scores = torch.stack(

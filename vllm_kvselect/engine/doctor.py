@@ -89,12 +89,12 @@ def _release() -> str:
     import vllm
     from packaging.version import Version
 
-    from vllm_kvselect.engine.sources import known_releases
+    from vllm_kvselect.engine.sources import RELEASES
 
-    known, release = known_releases(), vllm.__version__
-    if Version(release).base_version in known:
+    release = vllm.__version__
+    if Version(release).base_version in RELEASES:
         return f"{release}, known"
-    return f"{release}, unknown to this release of vllm-kvselect; known: {', '.join(known)}"
+    return f"{release}, unknown to this release of vllm-kvselect; known: {', '.join(RELEASES)}"
 
 
 def _platform() -> str:

@@ -61,7 +61,7 @@ def unknown_sources() -> list[str]:
     return [
         function.__qualname__
         for function in functions
-        if source_digest(function) not in KNOWN_SOURCES[function.__qualname__].values()
+        if source_digest(function) not in KNOWN_SOURCES[function.__qualname__]
     ]
 
 

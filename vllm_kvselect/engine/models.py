@@ -8,6 +8,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine.platforms import has_drafter_layers
+from vllm_kvselect.engine.refusal import sentences
 from vllm_kvselect.engine.scheduler.spec import (
     OTHER_OPTIONS,
     Bystander,
@@ -37,11 +38,13 @@ def layer_types(vllm_config: VllmConfig) -> list[str]:
     """Kinds of attention of layers with a cache of their own, in order, by Hugging Face's names."""
     model = vllm_config.model_config
     num_layers = model.get_total_num_hidden_layers() - num_sharing_layers(model)
-    if model.is_hybrid:
-        return _hybrid_layer_types(model)
+    named = getattr(model.hf_text_config, "layer_types", None)
+    if model.is_hybrid:  # it keeps states in some layers; one may have attention beside them
+        listed = getattr(model.hf_text_config, "layers_block_type", None) or named or ()
+        return ["full_attention" if kind in _FULL else kind for kind in listed]
     if vllm_config.cache_config.sliding_window is not None:  # set only where every layer slides
         return ["sliding_attention"] * num_layers
-    listed = getattr(model.hf_text_config, "layer_types", None) or ["full_attention"] * num_layers
+    listed = named or ["full_attention"] * num_layers
     if model.disable_sliding_window or not _window_fields(model):
         # No window to slide, whatever the layer is called.
         listed = ["full_attention" if kind == "sliding_attention" else kind for kind in listed]
@@ -51,13 +54,6 @@ def layer_types(vllm_config: VllmConfig) -> list[str]:
 def num_sharing_layers(model: ModelConfig) -> int:
     """How many layers of a model, its last ones, read other layers' caches (Gemma 3n and 4)."""
     return getattr(model.hf_text_config, "num_kv_shared_layers", None) or 0
-
-
-def _hybrid_layer_types(model: ModelConfig) -> list[str]:
-    """Of a model that keeps states in some layers; one may have attention beside them."""
-    listed = getattr(model.hf_text_config, "layers_block_type", None)
-    listed = listed or getattr(model.hf_text_config, "layer_types", None) or ()
-    return ["full_attention" if kind in _FULL else kind for kind in listed]
 
 
 def _window_fields(model: ModelConfig) -> list[str]:
@@ -103,9 +99,8 @@ def model_problems(vllm_config: VllmConfig) -> list[str]:
         "attends to parts of its prompt in both directions": model.is_mm_prefix_lm,
     }
     return [
-        f"model {model.model!r} {reason}; serve it without --kv-eviction"
-        for reason, present in reasons.items()
-        if present
+        f"model {model.model!r} {problem}"
+        for problem in sentences("{}; serve it without --kv-eviction", reasons)
     ]
 
 
@@ -135,12 +130,7 @@ def bystander_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> lis
         f"--mamba-cache-mode {cache.mamba_cache_mode}": cache.mamba_cache_mode == "all",
         "--prefix-match-unit": cache.prefix_match_unit is not None,
     }
-    problems += [
-        f"{name} was not tried beside state-space and linear-attention layers; leave it out"
-        for name, on in features.items()
-        if on
-    ]
-    return problems
+    return problems + sentences(f"{{}} was not tried beside {kind}; leave it out", features)
 
 
 def refuse_drafter_apart(groups: Sequence[Sequence[str]], of_drafter: Collection[str]) -> None:

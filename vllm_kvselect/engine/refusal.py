@@ -10,7 +10,7 @@ import functools
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +61,11 @@ class OneLine:
 def one_line(text: object) -> str:
     """A message as one line."""
     return " ".join(str(text).split())
+
+
+def sentences(text: str, reasons: Mapping[str, object]) -> list[str]:
+    """A problem in words for each reason that holds, put into a text."""
+    return [text.format(reason) for reason, holds in reasons.items() if holds]
 
 
 def end_with_one_line() -> None:

@@ -20,12 +20,12 @@ from vllm_kvselect.evaluation.predictions import Prediction, Setting
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.offline.answers import forced
 from vllm_kvselect.offline.attention import keeps_states
-from vllm_kvselect.offline.capture import Layer, capture, continue_prompt
+from vllm_kvselect.offline.capture import Layer, capture
 from vllm_kvselect.offline.continuations import Continuations
+from vllm_kvselect.offline.kvzip import replayed
 from vllm_kvselect.offline.models import load_model, load_tokenizer
 from vllm_kvselect.offline.probes import probe_for
 from vllm_kvselect.offline.remembered import remembering
-from vllm_kvselect.offline.replayed import replayed
 from vllm_kvselect.offline.retained import Prompt, retained_entries
 from vllm_kvselect.offline.tasks import Scenario
 
@@ -147,11 +147,8 @@ class _Runner:
             probe=self.probe,
             replayed=replayed(self.model, self.tokenizer, layers, tokens[:position], evictions),
         )
-        everything = torch.ones(len(layers), layers[0].key.shape[0], position, dtype=torch.bool).to(
-            layers[0].key.device
-        )
         chosen = [retained_entries(prompt, each) for each in evictions]
-        return _Compressed(layers, torch.stack([everything, *chosen]), tokens)
+        return _Compressed(layers, torch.stack([_everything(layers, position), *chosen]), tokens)
 
     def _answer(
         self, example: Example, scenario: Scenario, compressed: _Compressed, rows: list[int]
@@ -212,10 +209,9 @@ class _Runner:
     def _first_token(self, layers: list[Layer], example: Example) -> torch.Tensor:
         """The token after a prompt: it comes from the full cache, whatever is dropped later."""
         *before, last = example.prompt
-        everything = torch.ones(
-            len(layers), layers[0].key.shape[0], len(before), dtype=torch.bool
-        ).to(layers[0].key.device)
-        return continue_prompt(self.model, layers, before, [last], everything).logits[-1].argmax()
+        everything = _everything(layers, len(before))
+        continued = Continuations(self.model, layers, before, everything[None])
+        return continued.run(torch.tensor([[last]], device=everything.device), 1)[0, -1].argmax()
 
     def _generate(
         self, continued: Continuations, first: torch.Tensor, example: Example
@@ -259,3 +255,9 @@ class _Runner:
         for stop in example.stop:
             text = text.split(stop)[0]
         return text
+
+
+def _everything(layers: list[Layer], num_tokens: int) -> torch.Tensor:
+    """All entries of the first tokens, `[num_layers, num_kv_heads, num_tokens]` bool."""
+    key = layers[0].key
+    return torch.ones(len(layers), len(key), num_tokens, dtype=torch.bool, device=key.device)

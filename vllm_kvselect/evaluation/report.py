@@ -143,7 +143,8 @@ def _table(title: str, group: list[Row]) -> _Table:
         for task in tasks:
             score = f"{100 * row.scores[task]:.0f}" if task in row.scores else ""
             cells.append(score if task in solved or not score else f"({score})")
-        cells += [f"{100 * row.score.value:.1f}" if row.score else "", _points(row.score)]
+        mean = f"{100 * row.score.value:.1f}" if row.score else ""
+        cells += [mean, _difference(row.score, 100, 1)]
         cells += [f"{row.nll.value:.3f}" if row.nll else "", _difference(row.nll)] * by_nll
         cells += [f"{row.accuracy.value:.0%}" if row.accuracy else ""] * by_agreement
         tokens = f"{row.tokens.value:.0f}" if row.tokens else ""
@@ -155,10 +156,6 @@ def _table(title: str, group: list[Row]) -> _Table:
 def _method(row: Row) -> str:
     name = "full cache" if row.method == FULL else row.method
     return name if row.through in ("model", "engine") else f"{name} ({row.through})"
-
-
-def _points(mean: Mean | None) -> str:
-    return _difference(mean, 100, 1)
 
 
 def _difference(mean: Mean | None, factor: int = 1, digits: int = 3) -> str:

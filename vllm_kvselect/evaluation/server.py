@@ -128,18 +128,6 @@ def tail(text: str, num_lines: int = 30) -> str:
     return "\n".join(text.rstrip().splitlines()[-num_lines:])
 
 
-def stop(process: "subprocess.Popen[str]", grace: float = 20.0) -> None:
-    """Ends a process that may still run; vLLM's own children end with it."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(grace)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

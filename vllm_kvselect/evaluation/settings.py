@@ -1,14 +1,15 @@
 """The one configuration of an evaluation: frozen, validated once, unknown keys are errors."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+from typer import Argument, Option
 
 from vllm_kvselect.config import EvictionConfig, Prefill
 from vllm_kvselect.evaluation.predictions import Setting
 from vllm_kvselect.offline.errors import EvaluationError
-from vllm_kvselect.offline.parsing import parsed, refuse_context, variant
+from vllm_kvselect.offline.parsing import Settings, refuse_context, variant
 from vllm_kvselect.offline.tasks import Scenario
 from vllm_kvselect.registry import AUTO, not_served
 from vllm_kvselect.request import REQUEST_KEYS
@@ -23,7 +24,6 @@ SuiteName = Literal[
     "longbench",
     "long-answers",
 ]
-SUITE_NAMES: tuple[SuiteName, ...] = get_args(SuiteName)
 ENGINE_SUITES = ("own-answers", "stories")
 """Whose answers are sampled, and read along under decode budgets."""
 Through = Literal["engine", "model"]
@@ -31,73 +31,86 @@ FULL = "none"
 """The method of the full cache, which every other one is compared with."""
 
 
-class EvaluationConfig(BaseModel):
-    """What is asked, of which model, with which caches.
+class EvaluationConfig(Settings):
+    """What is asked, of which model, with which caches; each field is an option of the command.
 
-    Attributes:
-        suite: Which examples.
-        model: Folder or hub name of a causal language model; empty for the small model.
-        tasks: Tasks of the suite; empty for all of them.
-        data: Where a suite's data is, if not where it looks by itself.
-        num_examples: Examples per task and length.
-        questions: Questions about one text, where a task allows more than one.
-        lengths: Tokens per prompt, with the answer where one is generated; empty for the suite's
-            own.
-        max_tokens: Tokens that an answer may have; None for what the suite says.
-        seed: Decides texts and questions.
-        scenarios: Whether the compressed prompt holds the question.
-        methods: Methods besides the full cache, which is always measured; `thetakv:lam=0.0` is one
-            with a field of `EvictionConfig` changed. `parse` takes names alone, no `auto`.
-        against: The method that differences are to, at the same budget; the full cache by default.
-        budgets: As in `EvictionConfig`.
-        through: Who answers: `engine`, vLLM over HTTP; or `model`, transformers with the entries
-            that the methods retain.
-        url: A running server; empty to start one.
-        block_size: Tokens per block, off the engine. 32 is the engine's.
-        dtype: Of weights and activations; empty for `machine.default_dtype`.
-        kv_cache_dtype: `--kv-cache-dtype` of the server that is started.
-        eviction: Further fields of `EvictionConfig`, for all methods.
-        out: Folder for predictions, scores, table and figures.
+    `methods` are besides the full cache, which is always measured; `parse` takes names alone, no
+    `auto`. `eviction` has further fields of `EvictionConfig`, for all methods.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    suite: SuiteName
-    model: str = ""
-    tasks: tuple[str, ...] = ()
-    data: str = ""
-    num_examples: Annotated[int, Field(ge=1)] = 8
-    questions: Annotated[int, Field(ge=1)] = 1
-    lengths: tuple[Annotated[int, Field(ge=256)], ...] = ()
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    seed: int = 0
-    scenarios: Annotated[tuple[Scenario, ...], Field(min_length=1)] = ("regular",)
-    methods: tuple[str, ...] = (AUTO,)
-    against: str = FULL
-    budgets: Annotated[tuple[int | float, ...], Field(min_length=1)] = (0.5, 0.25, 0.125)
-    through: Through = "model"
-    url: str = ""
-    block_size: Annotated[int, Field(ge=1)] = 32
-    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    kv_cache_dtype: str = "auto"
-    eviction: dict[str, Any] = {}
-    out: Path = Path("evaluation")
+    suite: Annotated[SuiteName, Argument(help="What is asked; see docs/quality.md.")]
+    model: Annotated[
+        str, Option(help="Folder or hub name of a model; by default the small model.")
+    ] = ""
+    tasks: Annotated[tuple[str, ...], Option(help="Tasks by commas; by default all.")] = ()
+    data: Annotated[
+        str, Option(help="Folder with the suite's data, if not where it looks by itself.")
+    ] = ""
+    num_examples: Annotated[int, Field(ge=1), Option(help="Examples per task and length.")] = 8
+    questions: Annotated[
+        int, Field(ge=1), Option(help="Questions about one text, where a task allows it.")
+    ] = 1
+    lengths: Annotated[
+        tuple[Annotated[int, Field(ge=256)], ...],
+        Option(
+            help="Tokens per prompt, generated answer included, by commas; by default the suite's."
+        ),
+    ] = ()
+    max_tokens: Annotated[
+        int | None, Field(ge=1), Option(help="Tokens per answer; by default the suite's.")
+    ] = None
+    seed: Annotated[int, Option(help="Decides texts and questions.")] = 0
+    scenarios: Annotated[
+        tuple[Scenario, ...],
+        Field(min_length=1),
+        Option(help="regular, context-only, or both by a comma."),
+    ] = ("regular",)
+    methods: Annotated[
+        tuple[str, ...],
+        Option(
+            help="By commas, such as thetakv,thetakv:lam=0.0; `auto`, the best for the model; "
+            "`all`; see `vllm-kvselect methods`."
+        ),
+    ] = (AUTO,)
+    against: Annotated[
+        str,
+        Option(
+            help="The method that differences are to, at the same budget; none: the full cache."
+        ),
+    ] = FULL
+    budgets: Annotated[
+        tuple[int | float, ...],
+        Field(min_length=1),
+        Option(help="By commas: 0.25 of the prompt, or entries."),
+    ] = (0.5, 0.25, 0.125)
+    through: Annotated[Through, Option(help="engine: vLLM over HTTP; model: off the engine.")] = (
+        "model"
+    )
+    url: Annotated[str, Option(help="A running server; by default one is started.")] = ""
+    block_size: Annotated[
+        int, Field(ge=1), Option(help="Tokens per block, off the engine; 32 is the engine's.")
+    ] = 32
+    dtype: Annotated[
+        Literal["", "float32", "bfloat16", "float16"],
+        Option(help="By default the model's on a GPU, else a fast one."),
+    ] = ""
+    kv_cache_dtype: Annotated[str, Option(help="Of the server that is started, such as fp8.")] = (
+        "auto"
+    )
+    eviction: dict[str, Any] = Field(default_factory=dict)
+    out: Annotated[Path, Option(help="Folder for predictions, scores, tables and pictures.")] = (
+        Path("evaluation")
+    )
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:
-        """Validates plain values.
-
-        Args:
-            values: Field names and values.
-
-        Returns:
-            The frozen configuration.
+        """As of `Settings`.
 
         Raises:
             EvaluationError: If a value is not accepted, or if values do not go together.
             ConfigError: If a method, a budget or one of `eviction` is not accepted.
         """
-        config = parsed(cls, values)
+        config = super().parse(values)
         for changes in (config.eviction, *(variant(each)[1] for each in config.methods)):
             refuse_context(changes)
         if config.against not in (FULL, *config.methods):

@@ -14,7 +14,7 @@ Sums are float32 in tiers 1 and 2.
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -84,11 +84,6 @@ def defensive_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Ten
     return torch.maximum(worst, worst.mean(dim=-1, keepdim=True))
 
 
-def r_kv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
-    """Twin of `r_kv.r_kv_scores`, which compares all keys with all."""
-    return r_kv.scores_with(_similarities if _takes(inputs) else r_kv.similarities, inputs, config)
-
-
 def probe_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Twin of `probe.probe_scores`."""
     return probe.scores_with(_probed_scores, inputs, config)
@@ -145,25 +140,6 @@ def select_and_project(
         eps,
     )
     return selected
-
-
-def adaptive_pages(
-    scores: torch.Tensor, num_packed: Sequence[int], block_size: int, config: EvictionConfig
-) -> torch.Tensor:
-    """Twin of `allocation.adaptive_pages`."""
-    given = (scores, num_packed, block_size, config)
-    if scores.dtype != torch.float32:
-        return allocation.adaptive_pages(*given)
-    return allocation.adaptive_by_parts(best_first, _share_out, *given)
-
-
-def shared_pages(
-    scores: torch.Tensor, num_packed: Sequence[int], block_size: int, config: EvictionConfig
-) -> torch.Tensor:
-    """Twin of `allocation.shared_pages`."""
-    if scores.dtype != torch.float32:
-        return allocation.shared_pages(scores, num_packed, block_size, config)
-    return _share_out(scores, num_packed, block_size, 0, 1)
 
 
 def best_first(scores: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -237,6 +213,8 @@ def _share_out(
     scores: torch.Tensor, num_packed: Sequence[int], block_size: int, share: int, unit: int
 ) -> torch.Tensor:
     """Twin of `allocation.share_out`."""
+    if scores.dtype != torch.float32:
+        return allocation.share_out(scores, num_packed, block_size, share, unit)
     return _call("share_out", _rows(scores), num_packed, block_size, share, unit)
 
 
@@ -247,7 +225,9 @@ def _takes(inputs: ScoringInputs) -> bool:
 
 
 def _similarities(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
-    """`r_kv.similarities`."""
+    """Twin of `r_kv.similarities`."""
+    if not _takes(inputs):
+        return r_kv.similarities(inputs, threshold)
     key, multiplied = _rows(inputs.key), multiplied_dtype(inputs.key.dtype)
     return _call("similarities", key, threshold, inputs.num_absent, multiplied)
 
@@ -288,12 +268,12 @@ KERNELS = Kernels(
     snapkv_scores=snapkv_scores,
     mean_attention=mean_attention,
     defensive_scores=defensive_scores,
-    r_kv_scores=r_kv_scores,
+    r_kv_scores=partial(r_kv.r_kv_scores, similarities=_similarities),
     probe_scores=probe_scores,
     projected_value_norms=projected_value_norms,
     select_pruned=select_pruned,
-    adaptive_pages=adaptive_pages,
-    shared_pages=shared_pages,
+    adaptive_pages=partial(allocation.adaptive_pages, best_first=best_first, share_out=_share_out),
+    shared_pages=partial(allocation.shared_pages, share_out=_share_out),
     best_first=best_first,
     best_mask=best_mask,
     select=select,

@@ -6,6 +6,7 @@ with vLLM on CUDA; nothing else does.
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels import rows
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
-from vllm_kvselect.kernels.triton.allocation import adaptive_pages, shared_pages
+from vllm_kvselect.kernels.triton.allocation import share_out
 from vllm_kvselect.kernels.triton.compaction import move_retained
 from vllm_kvselect.kernels.triton.criticality import criticality, extremes
 from vllm_kvselect.kernels.triton.keydiff import keydiff_scores
@@ -34,6 +35,7 @@ from vllm_kvselect.scorers import Pooling
 from vllm_kvselect.scoring import defensivekv, keydiff, probe, snapkv
 from vllm_kvselect.scoring.held import Held
 from vllm_kvselect.scoring.inputs import Scorer
+from vllm_kvselect.selecting.allocation import adaptive_pages, shared_pages
 
 
 def _over_rows(
@@ -80,8 +82,8 @@ _OVER_ROWS = (
 )
 
 KERNELS = Kernels(
-    adaptive_pages=adaptive_pages,
-    shared_pages=shared_pages,
+    adaptive_pages=partial(adaptive_pages, best_first=best_first, share_out=share_out),
+    shared_pages=partial(shared_pages, share_out=share_out),
     best_first=best_first,
     best_mask=best_mask,
     select=select,

@@ -1,7 +1,5 @@
 """Tiers of the CPU kernels: in which type this machine multiplies tiles of a model's type."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -10,8 +8,6 @@ from vllm_kvselect.machine import dtype_name, fast_dtype
 
 STORED = (torch.bfloat16, torch.float16, torch.float32)
 """Types of keys, values and weights that the kernels take."""
-
-_forced_to_float32 = False
 
 
 def multiplied_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -23,7 +19,7 @@ def multiplied_dtype(dtype: torch.dtype) -> torch.dtype:
     Returns:
         `dtype` itself, or float32: rows of a tile are then widened before they are multiplied.
     """
-    if dtype == torch.bfloat16 and not _forced_to_float32 and _multiplies_bfloat16():
+    if dtype == torch.bfloat16 and _multiplies_bfloat16():
         return torch.bfloat16
     return torch.float32
 
@@ -36,20 +32,6 @@ def describe(dtype: torch.dtype) -> str:
         return f"{name}, {'AMX' if has_amx else 'AVX512_BF16'}"
     instructions = torch.backends.cpu.get_cpu_capability()
     return f"{name}{'' if multiplied == dtype else ' widened to float32'}, {instructions}"
-
-
-@contextmanager
-def float32_tiles() -> Iterator[None]:
-    """Has everything multiplied in float32, as on machines that cannot multiply bfloat16.
-
-    For tests: a machine that can tries both tiers. What was packed outside stays as it is.
-    """
-    global _forced_to_float32
-    before, _forced_to_float32 = _forced_to_float32, True
-    try:
-        yield
-    finally:
-        _forced_to_float32 = before
 
 
 @cache

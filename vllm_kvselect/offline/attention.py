@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from vllm_kvselect.layer_kinds import HYBRID, STATES, WITHOUT_ATTENTION
@@ -30,6 +31,15 @@ query's shape. Queries are those of the last tokens. Layers count among those th
 
 Watcher = Callable[[nn.Module, int, torch.Tensor], None]
 """`(attention module, layer, output [1, num_tokens, num_heads, head_size])`."""
+
+
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """What a plain layer computes, of as many queries as keys."""
+    return F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=True
+    )
 
 
 def attending_layers(model: "PreTrainedModel") -> list[int]:

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
-from vllm_kvselect.offline.attention import attention_replaced, keeps_states
+from vllm_kvselect.offline.attention import attention_replaced, causal_attention, keeps_states
 from vllm_kvselect.offline.capture import Layer
 
 if TYPE_CHECKING:
@@ -113,10 +112,7 @@ class Continuations:
         output = self._attend_own(index, query * scale)
         if not num_again:
             return output
-        before: torch.Tensor = F.scaled_dot_product_attention(
-            again[0], again[1], again[2], is_causal=True, scale=scale, enable_gqa=True
-        )
-        return torch.cat((before, output), dim=2)
+        return torch.cat((causal_attention(again[0], again[1], again[2], scale), output), dim=2)
 
     def _attend_own(self, index: int, query: torch.Tensor) -> torch.Tensor:
         """Attention of new tokens to the prompt's retained entries and to the row's own tokens.

@@ -6,15 +6,17 @@ scores. The price is a second prefill: a teacher for cheaper scores (`calibratio
 yardstick.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from vllm_kvselect.offline.attention import attention_replaced, keeps_states
+from vllm_kvselect.config import EvictionConfig
+from vllm_kvselect.offline.attention import attention_replaced, causal_attention, keeps_states
 from vllm_kvselect.offline.capture import Layer
+from vllm_kvselect.offline.models import chat, encode
+from vllm_kvselect.registry import KNOWN_METHODS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,28 +30,8 @@ _NUM_FIRST = 4
 _BLOCK_ELEMENTS = 2**20
 """Logits alive at once: 4 MiB of float32 stay in a processor's cache; 64 take thrice as long."""
 
-
-@dataclass(frozen=True)
-class Replay:
-    """How a context is replayed.
-
-    Attributes:
-        chunk_size: Tokens that are repeated in one go.
-        softmax_over: Tokens of the context that share a query's attention, the replay so far aside:
-            `chunk`, the first tokens and those being repeated, as in the authors' code, or all of
-            the `context`. A context that fits a chunk gives the same either way. For longer ones
-            the authors' numbers are of `chunk`, whose cost grows with the context's length and not
-            with its square.
-        answer_start: Text between the instruction and the repetition; None for what the
-            tokenizer's chat template puts before an answer or, where it has none, a line break.
-    """
-
-    chunk_size: int = 2048
-    softmax_over: Literal["chunk", "context"] = "chunk"
-    answer_start: str | None = None
-
-
-AS_PUBLISHED = Replay()
+CHUNK_SIZE = 2048
+"""Tokens that are repeated in one go, as published."""
 
 
 class Chunk(NamedTuple):
@@ -72,9 +54,13 @@ def kvzip_scores(
     tokenizer: "PreTrainedTokenizerBase",
     layers: list[Layer],
     context: list[int],
-    replay: Replay = AS_PUBLISHED,
+    chunk_size: int = CHUNK_SIZE,
 ) -> torch.Tensor:
     """Scores every entry of a context by the most attention that any query of the replay pays it.
+
+    As in the authors' code, the tokens that are repeated share a query's attention with the first
+    ones and the replay so far alone: so the cost grows with the context's length and not with its
+    square.
 
     Args:
         model: The model that `layers` were captured from.
@@ -82,7 +68,7 @@ def kvzip_scores(
         layers: Captured from the context, or from more that begins with it; nothing of it is
             computed again, unless the model keeps states.
         context: Its token ids.
-        replay: How it is replayed.
+        chunk_size: Tokens that are repeated in one go.
 
     Returns:
         `[num_layers, num_kv_heads, num_tokens]`, 0 to 1, at least float32: the maximum over the
@@ -94,8 +80,9 @@ def kvzip_scores(
     key = cached[0][0]
     dtype = torch.promote_types(key.dtype, torch.float32)
     scores = key.new_empty(len(layers), len(key), num_tokens, dtype=dtype)
-    for chunk in chunks(tokenizer, context, replay):
-        read = _columns(chunk, num_tokens, replay).to(key.device)
+    for chunk in chunks(tokenizer, context, chunk_size):
+        first = torch.arange(min(_NUM_FIRST, chunk.start), device=key.device)
+        read = torch.cat((first, torch.arange(chunk.start, chunk.stop, device=key.device)))
 
         def attend(
             index: int,
@@ -111,9 +98,7 @@ def kvzip_scores(
             most = _most_attention(query[0][:, own], context_key[:, read], key[0][:, own], scale)
             scores[index, :, chunk.start : chunk.stop] = most[:, chunk.start - chunk.stop :]
             if again:
-                return F.scaled_dot_product_attention(
-                    query, key, value, is_causal=True, scale=scale, enable_gqa=True
-                )
+                return causal_attention(query, key, value, scale)
             return _attention(query, (context_key, key[0]), (context_value, value[0]), scale)
 
         token_ids = again + chunk.token_ids
@@ -127,42 +112,34 @@ def kvzip_scores(
     return scores
 
 
+def replayed(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    layers: list[Layer],
+    prompt: Sequence[int],
+    evictions: Iterable[EvictionConfig],
+) -> torch.Tensor | None:
+    """The scores of a prompt, made once for all methods that need them; None if none does."""
+    if not any(each.enabled and KNOWN_METHODS[each.method].scorer.replay for each in evictions):
+        return None
+    return kvzip_scores(model, tokenizer, layers, list(prompt))
+
+
 def chunks(
-    tokenizer: "PreTrainedTokenizerBase", context: list[int], replay: Replay = AS_PUBLISHED
+    tokenizer: "PreTrainedTokenizerBase", context: list[int], chunk_size: int = CHUNK_SIZE
 ) -> Iterator[Chunk]:
     """The parts of a context in order, each with what makes the model repeat it."""
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
-    answer_start = replay.answer_start
-    between = encode(_answer_start(tokenizer) if answer_start is None else answer_start)
-    for start in range(0, len(context), replay.chunk_size):
-        part = context[start : start + replay.chunk_size]
-        cue = context[max(0, start - _CUE_LEN) : start]
-        instruction = encode(_REPEAT_PART if start else _REPEAT_ALL) + cue
-        yield Chunk(start, start + len(part), instruction + between + part)
-
-
-def _answer_start(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """What follows a user's message in the chat template, up to where the answer begins."""
-    if not tokenizer.chat_template:
-        return "\n"
     message = "message"
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
+    # What follows it in a chat, up to where the answer begins.
+    answer_start = (
+        chat(tokenizer, message).rpartition(message)[2] if tokenizer.chat_template else "\n"
     )
-    return str(rendered).rpartition(message)[2]
-
-
-def _columns(chunk: Chunk, num_tokens: int, replay: Replay) -> torch.Tensor:
-    """The tokens of the context that share a softmax; those of the chunk come last."""
-    if replay.softmax_over == "chunk":
-        first = torch.arange(min(_NUM_FIRST, chunk.start))
-    else:
-        everything = torch.arange(num_tokens)
-        first = torch.cat((everything[: chunk.start], everything[chunk.stop :]))
-    return torch.cat((first, torch.arange(chunk.start, chunk.stop)))
+    between = encode(tokenizer, answer_start)
+    for start in range(0, len(context), chunk_size):
+        part = context[start : start + chunk_size]
+        cue = context[max(0, start - _CUE_LEN) : start]
+        instruction = encode(tokenizer, _REPEAT_PART if start else _REPEAT_ALL) + cue
+        yield Chunk(start, start + len(part), instruction + between + part)
 
 
 def _most_attention(

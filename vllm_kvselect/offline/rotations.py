@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from vllm_kvselect.offline.attention import attention_replaced
+from vllm_kvselect.offline.attention import attention_replaced, causal_attention
 from vllm_kvselect.scoring.rotation import Rotation, explains
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def find_rotations(model: "PreTrainedModel", token_ids: list[int]) -> dict[int, 
         # [num_positions * num_tokens, heads, 1, head_size]
         by_position = (len(positions), -1, query.shape[-1])
         rotated[index] = [query.reshape(by_position), key.reshape(by_position)]
-        return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
+        return causal_attention(query, key, value, scale)
 
     with attention_replaced(model, record), _tables_noted(model, position_ids) as makers:
         model.base_model(rows, position_ids=position_ids, use_cache=False)

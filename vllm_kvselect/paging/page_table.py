@@ -72,8 +72,9 @@ def headwise_page_table(
     tail_len = seq_lens - tail_start * block_size
     num_pages = num_run_pages + -(-tail_len // block_size)
 
-    if out is None:
-        out = _empty_table(num_layers, num_reqs * num_kv_heads, num_pages)
+    if out is None:  # as wide as the longest sequence, which is read back from the device
+        shape = num_layers, num_reqs * num_kv_heads, int(num_pages.max())
+        out = PageTable(num_pages.new_zeros(shape), num_pages.new_zeros(shape[:2]))
 
     def arange(begin: int, end: int) -> torch.Tensor:
         return torch.arange(begin, end, dtype=torch.int32, device=device)
@@ -110,9 +111,3 @@ def headwise_page_table(
     out.pages.copy_(torch.where(is_beyond, out.pages, pages))
     out.seq_lens.copy_(lengths)
     return out
-
-
-def _empty_table(num_layers: int, num_sequences: int, num_pages: torch.Tensor) -> PageTable:
-    """A table as wide as its longest sequence, which is read back from the device."""
-    pages = num_pages.new_zeros(num_layers, num_sequences, int(num_pages.max()), dtype=torch.int32)
-    return PageTable(pages, num_pages.new_zeros(num_layers, num_sequences, dtype=torch.int32))

@@ -8,22 +8,10 @@ while it generates.
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from enum import Enum
 from math import ceil
 from operator import attrgetter
 
 from vllm_kvselect.config import EvictionConfig
-
-
-class Role(Enum):
-    """What a cut makes of a block, by the block's place in the request's block table."""
-
-    FREED = "freed"
-    """Given back to vLLM's block pool, and nothing takes its place."""
-    PACKED = "packed"
-    """Given back, too; a fresh block in its place holds retained entries."""
-    TAIL = "tail"
-    """Left as it is: it holds the latest entries, and takes those of the tokens to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +53,6 @@ class Cut:
         """Pages of each head whose entries are dropped, of whichever heads they are."""
         return self.tail_start - self.num_packed
 
-    def role(self, block_index: int) -> Role:
-        """What it makes of a block of the block table."""
-        if block_index < self.num_freed:
-            return Role.FREED
-        return Role.PACKED if block_index < self.first_of_tail else Role.TAIL
-
 
 class Cuts(tuple[Cut, ...]):
     """All cuts of a request, in order; none if it is stock.
@@ -94,11 +76,6 @@ class Cuts(tuple[Cut, ...]):
         """The last cut that is made once `num_tokens` are computed, if there is one."""
         num_made = self.num_made(num_tokens)
         return self[num_made - 1] if num_made else None
-
-    def role(self, block_index: int, num_tokens: int) -> Role:
-        """What a block is for once `num_tokens` are computed; before every cut all are tail."""
-        cut = self.last_made(num_tokens)
-        return Role.TAIL if cut is None else cut.role(block_index)
 
     def num_freed(self, num_tokens: int) -> int:
         """Blocks that are freed once `num_tokens` are computed: so many from the first one on."""

@@ -35,11 +35,6 @@ def most_critical(criticality: torch.Tensor, num_before: torch.Tensor, count: in
     ranked = criticality.masked_fill(is_behind, -1.0)
     indices = ranked.topk(min(count, num_blocks), dim=-1).indices
     counts = num_before.clamp(max=count)[:, None].expand(num_segments, num_kv_heads)
-    return _in_order(indices, counts, num_blocks)
-
-
-def _in_order(indices: torch.Tensor, counts: torch.Tensor, num_blocks: int) -> ChosenBlocks:
-    """Sorts the first `counts` of indices that come best first."""
     rank = torch.arange(indices.shape[-1], device=indices.device)
     beyond = rank >= counts[..., None]
     return ChosenBlocks(indices.masked_fill(beyond, num_blocks).sort(dim=-1).values, counts)

@@ -1,5 +1,6 @@
 """Probes in files: weights as safetensors, and what they are of as its metadata."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self
 
@@ -112,14 +113,8 @@ class Probe(NamedTuple):
         Raises:
             ConfigError: If it cannot be written.
         """
-        make_place(path)
-        unfinished = path.with_name(f".{path.name}.unfinished")
         metadata = {"format": _FORMAT, _FACTS: self.facts.model_dump_json()}
-        try:
-            save_file({_WEIGHTS: self.weights.contiguous()}, unfinished, metadata)
-            unfinished.replace(path)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"cannot write {path}: {error}") from None
+        write({_WEIGHTS: self.weights}, path, metadata)
 
     @classmethod
     def load(cls, path: Path, model: str = "MODEL") -> Self:
@@ -158,6 +153,21 @@ class Probe(NamedTuple):
                 f"its model needs float32 of {facts.model.shape}; {again} anew"
             )
         return cls(weights, facts)
+
+
+def write(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Writes a file, complete or not at all, in place of what is there.
+
+    Raises:
+        ConfigError: If it cannot be written.
+    """
+    make_place(path)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        save_file({name: part.contiguous() for name, part in tensors.items()}, unfinished, metadata)
+        unfinished.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot write {path}: {error}") from None
 
 
 def make_place(path: Path) -> None:

@@ -5,15 +5,55 @@ distribution. Rotated by the positions that come next, its mean and covariance g
 that a key can expect in closed form.
 """
 
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scorers import Expectation
 from vllm_kvselect.scoring.inputs import ScoringInputs
-from vllm_kvselect.scoring.query_moments import QueryMoments
 
 _BLOCK_ELEMENTS = 2**22
 """Numbers alive at once, of queries or of products with keys: 16 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class QueryMoments:
+    """What is remembered of many queries, by head.
+
+    Kept around the mean instead of as sums of products: queries have means many times their spread,
+    and the difference of two large sums would lose the covariance to rounding.
+
+    Attributes:
+        count: How many queries.
+        mean: `[num_heads, head_size]`.
+        scatter: Sum of the outer products of what the queries differ from their mean,
+            `[num_heads, head_size, head_size]`.
+    """
+
+    count: int
+    mean: torch.Tensor
+    scatter: torch.Tensor
+
+    @classmethod
+    def of(cls, query: torch.Tensor) -> Self:
+        """Those of queries, `[num_heads, num_queries, head_size]`, at least one."""
+        mean = query.mean(dim=1, keepdim=True)
+        deviations = query - mean
+        return cls(query.shape[1], mean.squeeze(1), deviations.transpose(1, 2) @ deviations)
+
+    def merged(self, other: Self) -> Self:
+        """Those of both sets together (Chan, Golub and LeVeque, 1983)."""
+        count = self.count + other.count
+        share, apart = other.count / count, other.mean - self.mean
+        between = apart[:, :, None] * apart[:, None, :] * (self.count * share)
+        return type(self)(count, self.mean + apart * share, self.scatter + other.scatter + between)
+
+    @property
+    def covariance(self) -> torch.Tensor:
+        """`[num_heads, head_size, head_size]`, divided by the number of queries."""
+        return self.scatter / self.count
 
 
 def expected_attention_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Protocol, Self
 import numpy as np
 import torch
 
-from vllm_kvselect.scoring.inputs import ScoringInputs, absent_columns
+from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.numbers import on_device
 from vllm_kvselect.scoring.rotation import Rotation
 from vllm_kvselect.scoring.value_norms import OutputProjection
@@ -297,10 +297,6 @@ class Held:
             for row in range(index, index + self.num_layers, step):
                 num = min(step, index + self.num_layers - row)
                 yield slice(row, row + num), self.row(row, num)
-
-    def is_absent(self) -> torch.Tensor:
-        """Columns of each head without an entry, `[num_rows, num_kv_heads, num_competing]`."""
-        return absent_columns(self.num_absent, self.num_competing)
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,12 @@
 
 from functools import cache
 from pkgutil import resolve_name
-from typing import Any
 
 from vllm_kvselect.scoring.inputs import Scorer
 
 
+@cache
 def scorer_named(name: str) -> Scorer:
     """The scorer that a name such as `snapkv:snapkv_scores` stands for."""
-    found: Scorer = _part(name)
+    found: Scorer = resolve_name(f"vllm_kvselect.scoring.{name}")
     return found
-
-
-@cache
-def _part(name: str) -> Any:
-    return resolve_name(f"vllm_kvselect.scoring.{name}")

@@ -12,74 +12,6 @@ from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.snapkv import pool, window_logits
 
 
-def r_kv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
-    """Scores every entry before the window by importance `I` and redundancy `R`.
-
-    The paper's `Z = lam * I - (1 - lam) * R`, lifted by a constant of the head that makes it
-    nowhere negative.
-
-    Args:
-        inputs: Queries of the window and the keys so far.
-        config: Gives `r_kv_lam`, `r_kv_threshold`, `pooling` and `kernel_size`.
-
-    Returns:
-        `[num_kv_heads, num_tokens - window]`, at least float32.
-    """
-    return scores_with(similarities, inputs, config)
-
-
-def scores_with(
-    similarities: Callable[[ScoringInputs, float], torch.Tensor],
-    inputs: ScoringInputs,
-    config: EvictionConfig,
-) -> torch.Tensor:
-    """The same by a twin of `similarities`, which are nearly all of the work."""
-    redundancy, num_scored = config.of(Redundancy), inputs.num_scored
-    lam = redundancy.r_kv_lam
-    repeated = _shares(similarities(inputs, redundancy.r_kv_threshold), inputs)
-    alone = repeated.amax(dim=-1, keepdim=True) - repeated
-    return lam * importance(inputs, config) + (1 - lam) * alone[:, :num_scored]
-
-
-def importance(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
-    """The window's attention to every entry before it.
-
-    The largest *logit* of the query group, and one softmax over those; mean over the window's
-    queries; pooled along the tokens.
-
-    Args:
-        inputs: Queries of the window and the keys so far.
-        config: Gives `pooling` and `kernel_size`.
-
-    Returns:
-        `[num_kv_heads, num_tokens - window]`, at least float32.
-    """
-    logits, sinks = window_logits(inputs), inputs.sinks
-    num_kv_heads, _, num_tokens = logits.shape
-    logits = logits.view(num_kv_heads, -1, len(inputs.query), num_tokens).amax(dim=1)
-    if sinks is not None:
-        of_heads = sinks.to(logits.dtype).view(num_kv_heads, -1).amax(dim=1)
-        of_rows = of_heads[:, None, None].expand(-1, len(inputs.query), 1)
-        logits = torch.cat((logits, of_rows), dim=-1)
-    attention = torch.softmax(logits, dim=-1).mean(dim=1)[:, : inputs.num_scored]
-    return pool(attention, config)
-
-
-def redundancy(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
-    """How much each key is like the others of its head.
-
-    The mean of its cosines to all keys, and a softmax of these means.
-
-    Args:
-        inputs: The keys so far, those of the window included.
-        threshold: Cosine above which two keys are alike.
-
-    Returns:
-        `[num_kv_heads, num_tokens]`, at least float32, sums to 1; 0 for absent entries.
-    """
-    return _shares(similarities(inputs, threshold), inputs)
-
-
 def similarities(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
     """The sum of each key's cosines with the other keys of its head.
 
@@ -114,8 +46,65 @@ def similarities(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
     return total
 
 
-def _shares(total: torch.Tensor, inputs: ScoringInputs) -> torch.Tensor:
-    """The softmax of mean cosines over the entries of each head."""
+def r_kv_scores(
+    inputs: ScoringInputs,
+    config: EvictionConfig,
+    similarities: Callable[[ScoringInputs, float], torch.Tensor] = similarities,
+) -> torch.Tensor:
+    """Scores every entry before the window by importance `I` and redundancy `R`.
+
+    The paper's `Z = lam * I - (1 - lam) * R`, lifted by a constant of the head that makes it
+    nowhere negative.
+
+    Args:
+        inputs: Queries of the window and the keys so far.
+        config: Gives `r_kv_lam`, `r_kv_threshold`, `pooling` and `kernel_size`.
+        similarities: The function above, or a twin: it is nearly all of the work.
+
+    Returns:
+        `[num_kv_heads, num_tokens - window]`, at least float32.
+    """
+    parameters, num_scored = config.of(Redundancy), inputs.num_scored
+    lam = parameters.r_kv_lam
+    repeated = redundancy(similarities(inputs, parameters.r_kv_threshold), inputs)
+    alone = repeated.amax(dim=-1, keepdim=True) - repeated
+    return lam * importance(inputs, config) + (1 - lam) * alone[:, :num_scored]
+
+
+def importance(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
+    """The window's attention to every entry before it.
+
+    The largest *logit* of the query group, and one softmax over those; mean over the window's
+    queries; pooled along the tokens.
+
+    Args:
+        inputs: Queries of the window and the keys so far.
+        config: Gives `pooling` and `kernel_size`.
+
+    Returns:
+        `[num_kv_heads, num_tokens - window]`, at least float32.
+    """
+    logits, sinks = window_logits(inputs), inputs.sinks
+    num_kv_heads, _, num_tokens = logits.shape
+    logits = logits.view(num_kv_heads, -1, len(inputs.query), num_tokens).amax(dim=1)
+    if sinks is not None:
+        of_heads = sinks.to(logits.dtype).view(num_kv_heads, -1).amax(dim=1)
+        of_rows = of_heads[:, None, None].expand(-1, len(inputs.query), 1)
+        logits = torch.cat((logits, of_rows), dim=-1)
+    attention = torch.softmax(logits, dim=-1).mean(dim=1)[:, : inputs.num_scored]
+    return pool(attention, config)
+
+
+def redundancy(total: torch.Tensor, inputs: ScoringInputs) -> torch.Tensor:
+    """How much each key is like the others of its head: the softmax of its mean cosine to them.
+
+    Args:
+        total: `similarities`.
+        inputs: The keys that these are of.
+
+    Returns:
+        `[num_kv_heads, num_tokens]`, sums to 1; 0 for absent entries.
+    """
     is_absent = inputs.is_absent
     if is_absent is None:
         return torch.softmax(total / inputs.key.shape[1], dim=-1)

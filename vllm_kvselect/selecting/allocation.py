@@ -18,6 +18,9 @@ from vllm_kvselect.selecting.selection import best_first
 SAFEGUARD_UNIT = 2**16
 """The safeguard is rounded to this fraction so that budgets are exact integers."""
 
+ShareOut = Callable[[torch.Tensor, Sequence[int], int, int, int], torch.Tensor]
+"""The signature of `share_out`."""
+
 
 def uniform_pages(
     scores: torch.Tensor, num_packed: Sequence[int], block_size: int, config: EvictionConfig
@@ -37,68 +40,6 @@ def uniform_pages(
     return on_device(num_packed, scores.device)[:, None].expand(scores.shape[:2]).contiguous()
 
 
-def adaptive_pages(
-    scores: torch.Tensor, num_packed: Sequence[int], block_size: int, config: EvictionConfig
-) -> torch.Tensor:
-    """Gives heads pages in proportion to their share of their segment's best entries (AdaKV).
-
-    The top-k over all heads of a segment, k the segment's budget, counts each head's entries (arXiv
-    2407.11550, Algorithm 1); equal scores fall to the earlier token, then to the lower head.
-    `safeguard` of the even budget is blended in, as in the authors' code, or, with `floor`
-    `minimum`, each head's best entries up to it come before all others, as in kvpress. Budgets are
-    rounded to whole pages by largest remainder, the lower head first on ties.
-
-    Args:
-        scores: `[num_segments, num_heads, num_tokens]`, `num_tokens >= num_packed * block_size`.
-            Minus infinity where a head has no entry, in whole pages; only with `floor` `minimum`.
-        num_packed: Packed blocks of each segment.
-        block_size: Entries per page.
-        config: Gives `safeguard` and `floor`.
-
-    Returns:
-        Pages per head, `[num_segments, num_heads]` int64; the sum of a segment is its
-        `num_packed * num_heads`. A head never gets more pages than it has tokens to fill.
-    """
-    return adaptive_by_parts(best_first, share_out, scores, num_packed, block_size, config)
-
-
-def shared_pages(
-    scores: torch.Tensor, num_packed: Sequence[int], block_size: int, config: EvictionConfig
-) -> torch.Tensor:
-    """Gives heads pages in proportion to their share of the best entries, without a floor.
-
-    What DefensiveKV's code does: `adaptive_pages` with a safeguard of 0.
-
-    Args:
-        scores: `[num_segments, num_heads, num_tokens]`.
-        num_packed: Packed blocks of each segment.
-        block_size: Entries per page.
-        config: Unused.
-
-    Returns:
-        As `adaptive_pages`.
-    """
-    return share_out(scores, num_packed, block_size, 0, 1)
-
-
-def adaptive_by_parts(
-    best_first: Callable[[torch.Tensor, Sequence[int]], torch.Tensor],
-    share_out: Callable[[torch.Tensor, Sequence[int], int, int, int], torch.Tensor],
-    scores: torch.Tensor,
-    num_packed: Sequence[int],
-    block_size: int,
-    config: EvictionConfig,
-) -> torch.Tensor:
-    """`adaptive_pages`, made of given parts: references, or their twins."""
-    parameters = config.of(Floor)
-    if parameters.floor == "minimum":
-        # A head may have fewer entries than the floor.
-        least = [int(parameters.safeguard * (n * block_size)) for n in num_packed]
-        return share_out(best_first(scores, least), num_packed, block_size, 0, 1)
-    share = round(parameters.safeguard * SAFEGUARD_UNIT)
-    return share_out(scores, num_packed, block_size, share, SAFEGUARD_UNIT)
-
-
 def share_out(
     scores: torch.Tensor, num_packed: Sequence[int], block_size: int, share: int, unit: int
 ) -> torch.Tensor:
@@ -114,17 +55,74 @@ def share_out(
     Returns:
         Pages per head, `[num_segments, num_heads]` int64.
     """
-    segments = zip(scores, num_packed, strict=True)
-    return torch.stack([_pages_of(each, n, block_size, share, unit) for each, n in segments])
+    pages = []
+    for each, num in zip(scores, num_packed, strict=True):
+        even = num * block_size
+        budgets = _counts_of_best(each, even) * (unit - share) + share * even
+        pages.append(largest_remainder(budgets, unit * block_size))
+    return torch.stack(pages)
 
 
-def _pages_of(
-    scores: torch.Tensor, num_packed: int, block_size: int, share: int, unit: int
+def adaptive_pages(
+    scores: torch.Tensor,
+    num_packed: Sequence[int],
+    block_size: int,
+    config: EvictionConfig,
+    best_first: Callable[[torch.Tensor, Sequence[int]], torch.Tensor] = best_first,
+    share_out: ShareOut = share_out,
 ) -> torch.Tensor:
-    """`share_out` of one segment, `[num_heads]`."""
-    even = num_packed * block_size
-    budgets = _counts_of_best(scores, even) * (unit - share) + share * even
-    return largest_remainder(budgets, unit * block_size)
+    """Gives heads pages in proportion to their share of their segment's best entries (AdaKV).
+
+    The top-k over all heads of a segment, k the segment's budget, counts each head's entries (arXiv
+    2407.11550, Algorithm 1); equal scores fall to the earlier token, then to the lower head.
+    `safeguard` of the even budget is blended in, as in the authors' code, or, with `floor`
+    `minimum`, each head's best entries up to it come before all others, as in kvpress. Budgets are
+    rounded to whole pages by largest remainder, the lower head first on ties.
+
+    Args:
+        scores: `[num_segments, num_heads, num_tokens]`, `num_tokens >= num_packed * block_size`.
+            Minus infinity where a head has no entry, in whole pages; only with `floor` `minimum`.
+        num_packed: Packed blocks of each segment.
+        block_size: Entries per page.
+        config: Gives `safeguard` and `floor`.
+        best_first: `selection.best_first`, or a twin.
+        share_out: The function above, or a twin.
+
+    Returns:
+        Pages per head, `[num_segments, num_heads]` int64; the sum of a segment is its
+        `num_packed * num_heads`. A head never gets more pages than it has tokens to fill.
+    """
+    parameters = config.of(Floor)
+    if parameters.floor == "minimum":
+        # A head may have fewer entries than the floor.
+        least = [int(parameters.safeguard * (n * block_size)) for n in num_packed]
+        return share_out(best_first(scores, least), num_packed, block_size, 0, 1)
+    share = round(parameters.safeguard * SAFEGUARD_UNIT)
+    return share_out(scores, num_packed, block_size, share, SAFEGUARD_UNIT)
+
+
+def shared_pages(
+    scores: torch.Tensor,
+    num_packed: Sequence[int],
+    block_size: int,
+    config: EvictionConfig,
+    share_out: ShareOut = share_out,
+) -> torch.Tensor:
+    """Gives heads pages in proportion to their share of the best entries, without a floor.
+
+    What DefensiveKV's code does: `adaptive_pages` with a safeguard of 0.
+
+    Args:
+        scores: `[num_segments, num_heads, num_tokens]`.
+        num_packed: Packed blocks of each segment.
+        block_size: Entries per page.
+        config: Unused.
+        share_out: The function above, or a twin.
+
+    Returns:
+        As `adaptive_pages`.
+    """
+    return share_out(scores, num_packed, block_size, 0, 1)
 
 
 def pyramid_blocks(

@@ -26,9 +26,11 @@ def select_pruned(
     eps: float,
     num_absent: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Perturbation-constrained selection that computes only the norms it needs.
+    """Perturbation-constrained selection in two stages (Algorithm 1 of arXiv 2502.03805).
 
-    Retains what `selection.select_perturbation` retains with all norms.
+    Stage 1 retains a head's best entries by score. Stage 2 fills the rest of the budget by
+    `(weight + eps) * norm`, the entry's part of the bound on the output perturbation. Retains what
+    it would with all norms, and computes only those that it needs.
 
     Args:
         scores: What stage 1 ranks by, `[num_kv_heads, num_tokens]`, not negative.
@@ -45,16 +47,29 @@ def select_pruned(
     Returns:
         Flat indices `head * num_tokens + token`, ascending, `[num_retained]` int64.
     """
-    parts = Parts(best_mask, needed_value_norms, select)
-    given = (scores, weights, value, projection, budgets, num_retained, of_stage_1, eps)
+
+    def norms_of(
+        weights: torch.Tensor, taken: torch.Tensor, num_taken: torch.Tensor
+    ) -> torch.Tensor:
+        return needed_value_norms(weights, value, projection, taken, num_taken, eps)
+
+    parts = Parts(best_mask, norms_of, select)
+    given = (scores, weights, budgets, num_retained, of_stage_1, eps)
     return select_by_parts(parts, *given, num_absent)
 
 
 class Parts(NamedTuple):
-    """What two-stage selection is made of: references, or their twins."""
+    """What two-stage selection is made of: references, or their twins.
+
+    Attributes:
+        best_mask: As of `selection`.
+        norms_of: `(weights, taken, num_taken)` -> the norms that stage 2 needs of entries that are
+            not taken, so many of each head.
+        select: As of `selection`.
+    """
 
     best_mask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    needed_value_norms: Callable[..., torch.Tensor]
+    norms_of: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     select: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
@@ -62,8 +77,6 @@ def select_by_parts(
     parts: Parts,
     scores: torch.Tensor,
     weights: torch.Tensor,
-    value: torch.Tensor,
-    projection: OutputProjection,
     budgets: torch.Tensor,
     num_retained: int,
     of_stage_1: torch.Tensor,
@@ -80,8 +93,7 @@ def select_by_parts(
     stage_1 = parts.best_mask(scores, of_stage_1)
     # What is absent is not in the running, just as what stage 1 has taken.
     taken = stage_1 if is_absent is None else stage_1 | is_absent
-    norms = parts.needed_value_norms(weights, value, projection, taken, num_taken, eps)
-    keys = stage_2_keys(weights, norms, stage_1, eps)
+    keys = stage_2_keys(weights, parts.norms_of(weights, taken, num_taken), stage_1, eps)
     if is_absent is not None:
         keys.masked_fill_(is_absent, float("-inf"))
     return parts.select(keys, budgets, num_retained)

@@ -14,7 +14,7 @@ from vllm_kvselect.selecting.selection import mass_mask
 
 
 class Candidates(NamedTuple):
-    """The entries that compete for packed pages: of one layer, or of layers stacked in front.
+    """The entries that compete for packed pages: of one layer, or of several.
 
     Attributes:
         scores: What stage 1 ranks by, `[..., num_kv_heads, num_tokens]`, not negative.
@@ -37,26 +37,8 @@ class Candidates(NamedTuple):
         assert scores is not None
         return cls(scores, weights, norms, num_absent)
 
-    @classmethod
-    def stack(cls, layers: Sequence[Self]) -> Self:
-        """Stacks layers in order: `[num_layers, num_kv_heads, num_tokens]`."""
-        of_layers: Iterable[tuple[torch.Tensor | None, ...]] = zip(*layers, strict=True)
-        found = ([part for part in parts if part is not None] for parts in of_layers)
-        return cls.of(torch.stack(parts) if parts else None for parts in found)
-
-    @classmethod
-    def empty(cls, num_layers: int, layer: Self) -> Self:
-        """Room for layers like one, `[num_layers, num_kv_heads, num_tokens]`."""
-        return cls.of(
-            None if part is None else part.new_empty(num_layers, *part.shape) for part in layer
-        )
-
-    def of_layer(self, index: int) -> Self:
-        """The candidates of one of the stacked layers."""
-        return self.of(None if part is None else part[index] for part in self)
-
     def of_layers(self, indices: Sequence[int]) -> Self:
-        """The candidates of some of the stacked layers, stacked."""
+        """The candidates of some of the layers."""
         return self.of(None if part is None else part[list(indices)] for part in self)
 
     def of_entries(self, indices: torch.Tensor) -> Self:

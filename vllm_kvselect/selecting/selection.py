@@ -21,35 +21,9 @@ def select(scores: torch.Tensor, budgets: torch.Tensor, num_retained: int) -> to
     Returns:
         Flat indices `head * num_tokens + token`, ascending, `[num_retained]` int64.
     """
-    return _flat_indices(_rank(scores) < budgets[:, None], num_retained)
-
-
-def select_perturbation(
-    scores: torch.Tensor,
-    norms: torch.Tensor,
-    budgets: torch.Tensor,
-    num_retained: int,
-    alpha: float,
-    eps: float,
-) -> torch.Tensor:
-    """Perturbation-constrained selection in two stages (Algorithm 1 of arXiv 2502.03805).
-
-    Stage 1 retains `floor(alpha * budget)` entries of a head by score. Stage 2 fills the rest of
-    the budget by `(score + eps) * norm`, the entry's part of the bound on the output perturbation.
-
-    Args:
-        scores: `[num_kv_heads, num_tokens]`, not negative.
-        norms: `||V W_O||_1`, `[num_kv_heads, num_tokens]`.
-        budgets: Entries per head, `[num_kv_heads]` int64, none above `num_tokens`.
-        num_retained: Their sum, known without reading `budgets` back.
-        alpha: Share of the budget that stage 1 fills, 0 to 1.
-        eps: Added to the score in stage 2.
-
-    Returns:
-        Flat indices `head * num_tokens + token`, ascending, `[num_retained]` int64.
-    """
-    stage_1 = best_mask(scores, stage_1_counts(budgets, alpha))
-    return select(stage_2_keys(scores, norms, stage_1, eps), budgets, num_retained)
+    mask = _rank(scores) < budgets[:, None]
+    # Of a size that is known, so that nothing waits for the device.
+    return torch.nonzero_static(mask.flatten(), size=num_retained).squeeze(-1)
 
 
 def best_mask(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -121,8 +95,3 @@ def _rank(scores: torch.Tensor) -> torch.Tensor:
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     ranks = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, ranks)
-
-
-def _flat_indices(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the `count` set elements, ascending; the size is static, so nothing syncs."""
-    return torch.nonzero_static(mask.flatten(), size=count).squeeze(-1)

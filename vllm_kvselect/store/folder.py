@@ -63,10 +63,6 @@ class Folder:
                 f"({error.strerror}); name another one"
             ) from None
 
-    def has(self, place: Place) -> bool:
-        """Whether there is a file; what is in it is seen when it is read."""
-        return (self.path / place.file).is_file()
-
     def version(self, place: Place) -> tuple[int, int] | None:
         """What tells a file from one that takes its place later; None without one."""
         try:
@@ -104,7 +100,7 @@ class Folder:
         if self._max_bytes is not None:
             if num_bytes > self._max_bytes:
                 return False
-            self.shrink(self._max_bytes - num_bytes)
+            self._shrink(self._max_bytes - num_bytes)
         path = self.path / stored.facts.place.file
         unfinished = self.path / f".{path.name}.{uuid4().hex}{_UNFINISHED}"
         try:
@@ -126,27 +122,18 @@ class Folder:
                     found.append(Entry(path, place, facts.st_size, facts.st_mtime))
         return sorted(found, key=lambda entry: entry.used)
 
-    def shrink(self, max_bytes: int) -> int:
-        """Removes the least recently used contexts, with all of their ranks, and what was left.
-
-        Args:
-            max_bytes: Bytes that the files may take afterwards.
-
-        Returns:
-            How many files went.
-        """
+    def _shrink(self, max_bytes: int) -> None:
+        """Removes the least recently used contexts, with all of their ranks, and what was left."""
         self._remove_abandoned()
         contexts: dict[str, list[Entry]] = {}
         for entry in self.entries():
             contexts.setdefault(entry.place.name, []).append(entry)
         total = sum(entry.num_bytes for ranks in contexts.values() for entry in ranks)
-        num_removed = 0
         for ranks in sorted(contexts.values(), key=lambda ranks: ranks[-1].used):
             if total <= max_bytes:
                 break
             total -= sum(entry.num_bytes for entry in ranks)
-            num_removed += self.remove(ranks)
-        return num_removed
+            self.remove(ranks)
 
     def remove(self, entries: Iterable[Entry]) -> int:
         """Removes files; those that another process removed before are gone all the same.

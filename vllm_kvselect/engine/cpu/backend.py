@@ -99,11 +99,12 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
 
     def read_keys(self, pages: torch.Tensor) -> torch.Tensor:
         """Keys of whole pages in their order, `[num_kv_heads, n, head_size]`."""
-        return self._codec.read_keys(self._memory, pages, self._keys_of_bytes)
+        return self._codec.read(self._memory, pages, self._keys_of_bytes)
 
-    def read_values(self, pages: torch.Tensor) -> torch.Tensor:
-        """Values of whole pages in their order, `[num_kv_heads, n, head_size]`."""
-        return self._codec.read_values(self._memory, pages, self._values_of_bytes)
+    def read(self, pages: torch.Tensor, num_competing: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys of whole pages and values of the first ones; see `DropLayer`."""
+        first, numbers = pages[:, :num_competing].contiguous(), self._values_of_bytes
+        return self.read_keys(pages), self._codec.read(self._memory, first, numbers, True)
 
     def move(
         self,

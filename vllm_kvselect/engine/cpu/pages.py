@@ -103,26 +103,28 @@ class PageCodec:
         codes = torch.arange(256, dtype=torch.uint8).view(self._quantized)
         return (codes.float() * scale).to(self._dtype)
 
-    def read_keys(
-        self, kv_cache: torch.Tensor, pages: torch.Tensor, numbers: torch.Tensor | None = None
+    def read(
+        self,
+        kv_cache: torch.Tensor,
+        pages: torch.Tensor,
+        numbers: torch.Tensor | None = None,
+        are_values: bool = False,
     ) -> torch.Tensor:
-        """Reads the keys of whole pages in token order.
+        """Reads the keys of whole pages, or their values, in token order.
 
         Args:
             kv_cache: A layer's cache, `[num_blocks, num_kv_heads, page_size, 2 * head_size]`.
             pages: Page ids of each head in token order, `[num_kv_heads, n]` int64.
             numbers: What its bytes stand for; None for its own dtype.
+            are_values: Whether values are read.
 
         Returns:
             `[num_kv_heads, n * page_size, head_size]`.
         """
-        return self._read(kv_cache, pages, self._keys, numbers)
-
-    def read_values(
-        self, kv_cache: torch.Tensor, pages: torch.Tensor, numbers: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Reads the values of whole pages in token order; as `read_keys`."""
-        return self._read(kv_cache, pages, self._values, numbers)
+        places = self._values if are_values else self._keys
+        read = self._kernels.read_pages(places.of_pages(kv_cache), pages.flatten(), places.indices)
+        entries = read.view(kv_cache.dtype).view(pages.shape[0], -1, self.head_size)
+        return entries if numbers is None else self._kernels.look_up(entries, numbers)
 
     def move_retained(
         self,
@@ -150,17 +152,6 @@ class PageCodec:
                 ]
                 for some, entries in zip(at_once, read, strict=True):
                     self._kernels.write_entries(elements, targets[some], chosen, size, entries)
-
-    def _read(
-        self,
-        kv_cache: torch.Tensor,
-        pages: torch.Tensor,
-        places: "_Places",
-        numbers: torch.Tensor | None,
-    ) -> torch.Tensor:
-        read = self._kernels.read_pages(places.of_pages(kv_cache), pages.flatten(), places.indices)
-        entries = read.view(kv_cache.dtype).view(pages.shape[0], -1, self.head_size)
-        return entries if numbers is None else self._kernels.look_up(entries, numbers)
 
 
 class _Places(NamedTuple):

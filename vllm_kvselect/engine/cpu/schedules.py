@@ -1,7 +1,5 @@
 """Schedules: work plans of vLLM's CPU kernel, made anew only when sequences reach another tile."""
 
-from typing import TypeGuard
-
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
@@ -43,7 +41,8 @@ class Schedules:
             query: The call's queries, `[num_queries, group, head_size]`.
         """
         seq_lens = call.table.seq_lens
-        if not _is_settled(batch) or batch.max_query_len > 1:
+        # Without page tables of all layers the next step has nothing to take over.
+        if not isinstance(batch, HeadwiseBatch) or batch.table is None or batch.max_query_len > 1:
             return self._make(seq_lens, call.query_start_loc, query)
         if batch is not self._batch:
             self._drop_outdated(batch)
@@ -78,11 +77,6 @@ class Schedules:
             enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
             kv_cache_dtype=self._cache_dtype,
         )
-
-
-def _is_settled(batch: OneHeadBatch) -> TypeGuard[HeadwiseBatch]:
-    """Whether a batch has page tables of all layers, which the next step may take over."""
-    return isinstance(batch, HeadwiseBatch) and batch.table is not None
 
 
 def _tile_ends(seq_lens: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,15 @@ from vllm_kvselect.engine.drop.request import Request, RequestsOf
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.builder import HeadwiseBuilder
-from vllm_kvselect.engine.step.drafting import DraftSplitter
-from vllm_kvselect.engine.step.split import NEVER, Decodes, Seen, Sees, Split, Splitter
+from vllm_kvselect.engine.step.split import (
+    NEVER,
+    Decodes,
+    DraftSplitter,
+    Seen,
+    Sees,
+    Split,
+    Splitter,
+)
 from vllm_kvselect.engine.view.page_tables import SettledRows
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.paging.order import Sharing

@@ -144,25 +144,10 @@ class CudaImpl(HeadwiseImpl):
 
     def read_keys(self, pages: torch.Tensor) -> torch.Tensor:
         """Keys of whole pages in their order, `[num_kv_heads, n, head_size]`."""
-        return self._entries(pages)[0]
-
-    def read_values(self, pages: torch.Tensor) -> torch.Tensor:
-        """Values of whole pages in their order, `[num_kv_heads, n, head_size]`."""
-        return self._entries(pages)[1]
+        return self.read(pages, 0)[0]
 
     def read(self, pages: torch.Tensor, num_competing: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of whole pages, which stand side by side; see `DropLayer`."""
-        return self._entries(pages)
-
-    def _entries(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of whole pages in their order.
-
-        Args:
-            pages: Page ids of each head, `[num_kv_heads, n]` int64.
-
-        Returns:
-            `[num_kv_heads, n * block_size, head_size]` each, in the model's dtype.
-        """
         memory = all_layers(self.kv_cache)
         read = memory.flatten(0, 1).index_select(0, pages.flatten())
         key, value = read.view(len(pages), -1, memory.shape[-1]).split(self.head_size, dim=-1)

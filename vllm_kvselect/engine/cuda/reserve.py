@@ -7,7 +7,7 @@ import torch
 from vllm_kvselect.engine.drop.due import LEAST_COLUMNS, MOST_NUMBERS
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.paging.compaction import MOST_BYTES
-from vllm_kvselect.registry import METHODS, Method
+from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.blocks import block_elements
 
 _NUMBERS = {"score": 7, "bound": 11, "defence": 19}
@@ -55,7 +55,9 @@ def choice_bytes(
     for name in methods:
         method = METHODS[name]
         scorer = (method.weights or method.scores).partition(":")[0]
-        num_bytes = 4 * _numbers(method) * entries
+        norms = method.norms
+        is_pruned = norms.two_stages and norms.ranking == "score" and not method.pooled
+        num_bytes = 4 * (_NUMBERS[norms.ranking] + _NUMBERS_OF_PRUNING * is_pruned) * entries
         if (copies := _ROW_BY_ROW.get(scorer)) is not None:
             read = 2 * spec.head_size * (dtype.itemsize + 2 * copies)
             num_bytes += read * of_layer + 4 * _BLOCKS.get(scorer, 0) * block_elements(
@@ -63,8 +65,3 @@ def choice_bytes(
             )
         most = max(most, num_bytes)
     return most + MOST_BYTES + queries * spec.head_size * dtype.itemsize
-
-
-def _numbers(method: Method) -> int:
-    is_pruned = method.two_stages and method.ranking == "score" and not method.pooled
-    return _NUMBERS[method.ranking] + _NUMBERS_OF_PRUNING * is_pruned

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
+from vllm_kvselect.engine.refusal import sentences
 from vllm_kvselect.paging.page_table import PageTable
 
 _HEAD_SIZES = (16, 32, 64, 128, 256, 512)
@@ -42,11 +43,7 @@ def problems(vllm_config: VllmConfig) -> list[str]:
         ),
         "has its own fp8 format: leave --kv-cache-dtype out": cache.cache_dtype.startswith("fp8"),
     }
-    return [
-        f"xformers {reason}, or leave decode_attention out"
-        for reason, holds in reasons.items()
-        if holds
-    ]
+    return sentences("xformers {}, or leave decode_attention out", reasons)
 
 
 def _release(distribution: str) -> tuple[int, ...] | None:

@@ -22,7 +22,6 @@ from vllm_kvselect.engine.drop.request import Request
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.scoring.held import Held, HeldLayer, Paged
-from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.selecting.ranking import Candidates
 
 
@@ -44,9 +43,6 @@ class DropLayer(HeldLayer, Protocol):
         Beside them, what their bytes stand for in this layer, `[2, 256]`, or None. None where no
         kernel reads them.
         """
-
-    def constants(self) -> ScoringInputs:
-        """What scorers may read of this layer besides entries and queries."""
 
     def move(
         self,

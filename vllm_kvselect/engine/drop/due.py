@@ -87,8 +87,10 @@ class DueDrops:
         """The memory of all layers, and the constants of those that choose."""
         memories = [layer.memory for layer in self._layers if layer.memory is not None]
         codes = [of_layer for _, of_layer in memories if of_layer is not None]
-        constants = [layer.constants() for layer in self._layers]
-        return Paged.of(constants, memories[0][0], torch.stack(codes) if codes else None)
+        memory = memories[0][0]
+        nothing = [memory.new_empty(0, dtype=torch.float32)] * 3
+        constants = [layer.inputs(*nothing) for layer in self._layers]
+        return Paged.of(constants, memory, torch.stack(codes) if codes else None)
 
 
 def _are_alike(one: Request, other: Request) -> bool:

@@ -6,7 +6,7 @@ from itertools import count
 
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.drop.arriving import Arriving
@@ -198,7 +198,11 @@ class LiveRequests:
         for new in scheduled.scheduled_new_reqs:
             # One that was preempted may come as new again: it is still the same request.
             if new.req_id not in self._requests:
-                self._requests[new.req_id] = Request(self._plan(new))
+                num_tokens = length_from_prompt_token_ids_or_embeds(
+                    new.prompt_token_ids, new.prompt_embeds
+                )
+                given = new.sampling_params, new.prompt_token_ids, num_tokens
+                self._requests[new.req_id] = Request(plan(self._eviction, *given, *self._sizes))
                 self._unseen.add(new.req_id)
             request = self._requests[new.req_id]
             request.stored_as = stores.get(new.req_id)
@@ -232,11 +236,6 @@ class LiveRequests:
     def num_saved_blocks(self) -> int:
         """Blocks that the live requests would hold as well if nothing had been dropped."""
         return sum(request.num_saved_blocks for request in self)
-
-    def _plan(self, new: NewRequestData) -> Plan:
-        num_tokens = length_from_prompt_token_ids_or_embeds(new.prompt_token_ids, new.prompt_embeds)
-        params, token_ids = new.sampling_params, new.prompt_token_ids
-        return plan(self._eviction, params, token_ids, num_tokens, *self._sizes)
 
     def _take_swap(self, request_id: str, swap: Swap) -> Request:
         """The request, which knows from now on which blocks its next cut packs into which."""

@@ -85,22 +85,13 @@ def _merged(settings: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]
     return settings | options
 
 
-def requested(engine_args: EngineArgs) -> EvictionConfig | None:
-    """The validated eviction that an engine is asked for, or None for a stock one.
+def requested(config: EngineArgs | VllmConfig) -> EvictionConfig | None:
+    """The validated eviction of an engine, asked for or configured, or None for a stock one.
 
     Raises:
         ConfigError: If the values are not accepted.
     """
-    return _eviction(engine_args.additional_config)
-
-
-def server_config(vllm_config: VllmConfig) -> EvictionConfig | None:
-    """The eviction of an engine that was configured, or None for a stock one."""
-    return _eviction(vllm_config.additional_config)
-
-
-def _eviction(additional: object) -> EvictionConfig | None:
-    settings = _settings(additional)
+    settings = _settings(config.additional_config)
     if settings is None:
         return None
     eviction = EvictionConfig.parse(auto.provisional(with_a_method(_mapping(settings))))

@@ -6,7 +6,7 @@ a worker finds out: it then refuses the start and names the next best (`step/wor
 
 from typing import Any
 
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import VllmConfig
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine.frontend.checks import pool_problems
@@ -64,7 +64,9 @@ def _obstacle(vllm_config: VllmConfig, eviction: EvictionConfig, method: Method)
             return f"with {name}, {method.not_in_rounds}"
     if problems := pool_problems(vllm_config, eviction):
         return problems[0]
-    if "rotation" in method.needs and _takes_images(vllm_config.model_config):
+    model = vllm_config.model_config
+    media = model.multimodal_config if model.uses_mrope else None
+    if "rotation" in method.needs and media is not None and not media.language_model_only:
         return "requests with images would be refused: their positions have several parts (M-RoPE)"
     if "probe" in method.needs:
         return _no_probe(vllm_config, eviction.of(ProbeFile).probe)
@@ -84,12 +86,6 @@ def _finds_states(vllm_config: VllmConfig, eviction: EvictionConfig) -> bool:
         and {*layer_types(vllm_config)} == {"full_attention"}
         and not has_drafter_layers(vllm_config)
     )
-
-
-def _takes_images(model: ModelConfig) -> bool:
-    """Whether requests may hold more than text, whose positions have several parts."""
-    media = model.multimodal_config
-    return model.uses_mrope and media is not None and not media.language_model_only
 
 
 def _no_probe(vllm_config: VllmConfig, file: str | None) -> str:

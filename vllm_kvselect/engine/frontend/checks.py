@@ -8,6 +8,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_kvselect.config import ConfigError, EvictionConfig, Prefill
+from vllm_kvselect.engine import refusal
 from vllm_kvselect.engine.cuda import xformers_attention
 from vllm_kvselect.engine.cuda.backends import backend_problems
 from vllm_kvselect.engine.models import (
@@ -33,6 +34,8 @@ from vllm_kvselect.store.folder import Folder
 
 _DRAFTERS = ("draft_model", "eagle", "eagle3", "mtp")
 """Drafters with layers of their own, where these lie in the KV cache group of their target's."""
+
+_SWITCH_OFF = "{} is not supported; switch it off"
 
 _KNOWN_WEIGHTS = ("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer")
 """Load formats of weights that are what is in the model's safetensors files."""
@@ -106,11 +109,8 @@ def _fp8_problems_on_cpu(vllm_config: VllmConfig) -> list[str]:
             cache.kv_cache_dtype_skip_layers
         ),
     }
-    return [
-        f"an fp8 KV cache on CPU {reason}; change it, or leave --kv-cache-dtype out"
-        for reason, present in reasons.items()
-        if present
-    ]
+    text = "an fp8 KV cache on CPU {}; change it, or leave --kv-cache-dtype out"
+    return refusal.sentences(text, reasons)
 
 
 def _cuda_problems(vllm_config: VllmConfig) -> list[str]:
@@ -129,8 +129,7 @@ def _cuda_problems(vllm_config: VllmConfig) -> list[str]:
         # Engines that come and go run requests whose blocks are redirected.
         "elastic expert parallelism (--enable-elastic-ep)": parallel.enable_elastic_ep,
     }
-    problems += [f"{name} is not supported; switch it off" for name, on in features.items() if on]
-    return problems
+    return problems + refusal.sentences(_SWITCH_OFF, features)
 
 
 def _provider_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str]:
@@ -142,18 +141,20 @@ def _provider_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> lis
 
 
 def _feature_problems(vllm_config: VllmConfig) -> list[str]:
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    parallel, cache, here = vllm_config.parallel_config, vllm_config.cache_config, platform()
+    # Under these entries are stored as they are computed, or quantised as we know.
+    quantized = here.quantized_cache_dtypes if here else ()
+    cache_dtypes = ("auto", dtype_name(vllm_config.model_config.dtype), *quantized)
     features = {
         "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
-        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype
-        not in _cache_dtypes(vllm_config),
+        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in cache_dtypes,
         # Requests would not be checked, nor refusals counted: the plugin's front end is Python.
         "the Rust front end (VLLM_USE_RUST_FRONTEND)": bool(envs.VLLM_USE_RUST_FRONTEND),
         "KV sharing between layers (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
     }
-    return [f"{name} is not supported; switch it off" for name, on in features.items() if on]
+    return refusal.sentences(_SWITCH_OFF, features)
 
 
 def _drafter_problems(vllm_config: VllmConfig) -> list[str]:
@@ -179,11 +180,7 @@ def _drafter_problems(vllm_config: VllmConfig) -> list[str]:
             vllm_config.lora_config is not None and speculative.method != "draft_model"
         ),
     }
-    return [
-        f"drafters {feature} are not supported; leave one of them out"
-        for feature, present in features.items()
-        if present
-    ]
+    return refusal.sentences("drafters {} are not supported; leave one of them out", features)
 
 
 def _executor_problems(vllm_config: VllmConfig) -> list[str]:
@@ -294,11 +291,8 @@ def _store_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[s
         f"weights in the load format {load_format!r} have no fingerprint": load_format
         not in _KNOWN_WEIGHTS,
     }
-    problems = [
-        f"context_store cannot be used: {reason}; change it, or leave context_store out"
-        for reason, present in reasons.items()
-        if present
-    ]
+    text = "context_store cannot be used: {}; change it, or leave context_store out"
+    problems = refusal.sentences(text, reasons)
     try:
         Folder(Path(eviction.context_store)).make()
     except ConfigError as error:
@@ -317,13 +311,6 @@ def pool_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> list[str
             "or tensor parallelism"
         ]
     return []
-
-
-def _cache_dtypes(vllm_config: VllmConfig) -> tuple[str, ...]:
-    """KV cache dtypes under which entries are stored as they are computed, and quantised ones."""
-    here = platform()
-    quantized = here.quantized_cache_dtypes if here else ()
-    return ("auto", dtype_name(vllm_config.model_config.dtype), *quantized)
 
 
 def _block_problems(vllm_config: VllmConfig) -> list[str]:

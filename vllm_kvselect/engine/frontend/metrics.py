@@ -12,7 +12,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from vllm_kvselect.engine.frontend.arguments import server_config
+from vllm_kvselect.engine.frontend.arguments import requested
 from vllm_kvselect.engine.platforms import block_size_of, page_size_of
 from vllm_kvselect.engine.report import StatesReport, StepReport
 from vllm_kvselect.engine.start_up import block_bytes, block_entries
@@ -107,6 +107,6 @@ def _made(name: str, labels: list[str]) -> Any:
 
 def stat_logger(vllm_config: VllmConfig, engine_indexes: list[int]) -> EvictionStatLogger | None:
     """The logger of an engine, or None for a stock one."""
-    if server_config(vllm_config) is None:
+    if requested(vllm_config) is None:
         return None
     return EvictionStatLogger(vllm_config, engine_indexes)

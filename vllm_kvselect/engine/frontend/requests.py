@@ -12,7 +12,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.engine.frontend.arguments import server_config
+from vllm_kvselect.engine.frontend.arguments import requested
 from vllm_kvselect.engine.frontend.checks import settings_problems
 from vllm_kvselect.engine.frontend.metrics import EvictionStatLogger
 from vllm_kvselect.engine.platforms import block_size_of, page_size_of, tokens_ahead
@@ -48,7 +48,7 @@ def keep_full_cache(engine: Any, params: Any) -> None:
         engine: vLLM's `AsyncLLM` or `LLMEngine`.
         params: The step's sampling parameters, which vLLM has made for it.
     """
-    if server_config(engine.vllm_config) is not None:
+    if requested(engine.vllm_config) is not None:
         params.extra_args = FULL_CACHE
 
 
@@ -63,7 +63,7 @@ def check_request(engine: Any, prompt: Any, params: Any) -> None:
     Raises:
         RequestRefusedError: With the reason and what to do.
     """
-    server = server_config(engine.vllm_config)
+    server = requested(engine.vllm_config)
     if server is None:
         return
     with _refusing(engine):
@@ -72,8 +72,9 @@ def check_request(engine: Any, prompt: Any, params: Any) -> None:
         eviction = request_config(server, extra_args)
         others = {k: v for k, v in (extra_args or {}).items() if k not in REQUEST_KEYS}
         refuse_stray_settings(others, _settings(engine), is_field=False)
-        if eviction.enabled and eviction != server:
-            _refuse_unsupported(engine.vllm_config, eviction, extra_args or {})
+        is_other = eviction.enabled and eviction != server
+        if is_other and (problems := settings_problems(engine.vllm_config, eviction)):
+            raise unsupported("; ".join(problems), extra_args or {})
         _refuse_media(engine.vllm_config, eviction, prompt)
         _refuse_too_large(engine, server, prompt, params)
         if isinstance(engine, LLMEngine) and (needs := _new_needs(server, eviction)):
@@ -102,12 +103,13 @@ async def check_body(engine: Any, request: Any) -> None:
     Raises:
         RequestRefusedError: With the reason and what to do.
     """
-    server = server_config(engine.vllm_config)
+    server = requested(engine.vllm_config)
     if server is None:
         return
     extra_args = getattr(request, "vllm_xargs", None)
     # A batch of chats hands what it does not know on to its chats.
-    takes = "vllm_xargs" in type(request).model_fields or _is_batch(request)
+    is_batch = hasattr(request, "to_chat_completion_request")
+    takes = "vllm_xargs" in type(request).model_fields or is_batch
     place = "vllm_xargs" if takes else None
     unknown = {k: v for k, v in (request.model_extra or {}).items() if k != place}
     with _refusing(engine):
@@ -128,7 +130,7 @@ async def check_dropped_fields(engine: Any, request: Any, raw_request: Any) -> N
     Raises:
         RequestRefusedError: With the reason and what to do.
     """
-    if raw_request is None or server_config(engine.vllm_config) is None:
+    if raw_request is None or requested(engine.vllm_config) is None:
         return
     fields, known = await raw_request.json(), type(request).model_fields
     unknown = {name: value for name, value in fields.items() if name not in known}
@@ -140,12 +142,8 @@ async def check_dropped_fields(engine: Any, request: Any, raw_request: Any) -> N
         refuse_stray_settings(unknown, place)
 
 
-def _is_batch(request: Any) -> bool:
-    return hasattr(request, "to_chat_completion_request")
-
-
 async def _check_needs(engine: Any, extra_args: dict[str, Any] | None) -> None:
-    server = server_config(engine.vllm_config)
+    server = requested(engine.vllm_config)
     if server is None or not extra_args:
         return
     with _refusing(engine):
@@ -297,11 +295,3 @@ def _refuse_input_streams(prompt: Any) -> None:
             "unsupported",
             is_field=True,
         )
-
-
-def _refuse_unsupported(
-    vllm_config: VllmConfig, eviction: EvictionConfig, extra_args: dict[str, Any]
-) -> None:
-    """Refuses what the server could not have been started with."""
-    if problems := settings_problems(vllm_config, eviction):
-        raise unsupported("; ".join(problems), extra_args)

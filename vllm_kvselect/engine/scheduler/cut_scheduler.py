@@ -40,7 +40,7 @@ from vllm_kvselect.engine.scheduler.block_manager import (
     headwise_manager,
     shares_states,
 )
-from vllm_kvselect.engine.states.names import Held
+from vllm_kvselect.metrics import States
 from vllm_kvselect.planning.cuts import chunk_end
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
@@ -49,7 +49,7 @@ logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging se
 class CutScheduler(Scheduler):
     """vLLM's scheduler, for requests whose chunks or whose turn are ours to decide."""
 
-    _reported = Held(0, 0)
+    _reported = States(0, 0)
     _looked_at = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

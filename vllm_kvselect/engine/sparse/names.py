@@ -34,7 +34,9 @@ def sparse_names(
     Returns:
         The names. vLLM makes the hash of any later block from the last one.
     """
-    settings = _settings(config)
+    # What of it the choice of blocks depends on.
+    fields = (each for each in config.model_dump().items() if each[0].startswith("prefill"))
+    settings = hashlib.sha256(repr(sorted(fields)).encode()).digest()
     names = list(hashes)
     for index in range(segments.start // block_size, len(hashes)):
         position = index * block_size
@@ -46,11 +48,3 @@ def sparse_names(
         named = hashlib.sha256(settings + hashes[index] + of_segment)
         names[index] = BlockHash(named.digest())
     return names
-
-
-def _settings(config: EvictionConfig) -> bytes:
-    """What of a configuration the choice of blocks depends on."""
-    fields = {
-        name: value for name, value in config.model_dump().items() if name.startswith("prefill")
-    }
-    return hashlib.sha256(repr(sorted(fields.items())).encode()).digest()

@@ -9,7 +9,6 @@ to the same text and a request that was preempted go on from there, and are cut 
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import sha256
-from typing import NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
@@ -23,6 +22,7 @@ from vllm.v1.request import Request
 
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.states.salted_hashes import salted
+from vllm_kvselect.metrics import States
 from vllm_kvselect.planning.cuts import Cuts
 from vllm_kvselect.planning.plan import Plan
 
@@ -37,33 +37,6 @@ _NOT_OF_THE_CHOICE = {
     "decode_attention",
 }
 """Fields that do not change what is retained inside a prompt; the context counts by its cut."""
-
-
-class Held(NamedTuple):
-    """States in the pool.
-
-    Attributes:
-        num_states: How many.
-        num_blocks: Blocks that they take.
-    """
-
-    num_states: int
-    num_blocks: int
-
-
-class Beginning(NamedTuple):
-    """What is found of a request's beginning.
-
-    Attributes:
-        num_made: Cuts that are made of it; 0 if no state is there.
-        blocks: The first blocks of its table, null blocks where entries were dropped.
-    """
-
-    num_made: int
-    blocks: list[KVCacheBlock]
-
-
-NOTHING = Beginning(0, [])
 
 
 class StateNames:
@@ -101,10 +74,14 @@ class StateNames:
         if pool.enable_kv_cache_events:
             _announce_no_states(pool)
 
-    def find(self, request: Request, plan: Plan) -> Beginning:
+    def find(self, request: Request, plan: Plan) -> tuple[int, list[KVCacheBlock]]:
         """Finds the last state that is there, and what follows it. What the request packs is named.
 
         At least one token is left to compute, and all that the next cut looks through.
+
+        Returns:
+            Cuts that are made of the request's beginning, 0 if no state is there; the first blocks
+            of its table, null blocks where entries were dropped.
         """
         self._sharing.add(request.request_id)
         for index in reversed(range(plan.num_states)):
@@ -121,8 +98,8 @@ class StateNames:
                 if block is None:
                     break
                 blocks.append(block)
-            return Beginning(index + 1, [self._pool.null_block] * cut.num_freed + blocks)
-        return NOTHING
+            return index + 1, [self._pool.null_block] * cut.num_freed + blocks
+        return 0, []
 
     def is_there(self, request: Request, plan: Plan, index: int) -> bool:
         """Whether a state can be found."""
@@ -203,7 +180,7 @@ class StateNames:
             name = self._names(request, plan, num_made - 1)[index - made.num_freed]
         return block.block_hash == make_block_hash_with_group_id(name, self._group_id)
 
-    def held(self) -> Held:
+    def held(self) -> States:
         """States that can be found now.
 
         The pool takes the last blocks of what was given back first: the last packed one and the
@@ -215,7 +192,7 @@ class StateNames:
         for first in gone:
             del self._given[first]
         self.has_new = False
-        return Held(len(self._given), sum(num_blocks for num_blocks, *_ in self._given.values()))
+        return States(len(self._given), sum(num_blocks for num_blocks, *_ in self._given.values()))
 
     def take_back(self, request: Request, plan: Plan, index: int) -> None:
         """Takes the names from packed blocks whose step will not be computed."""

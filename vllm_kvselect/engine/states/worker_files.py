@@ -66,20 +66,6 @@ class Shape(NamedTuple):
         return None
 
 
-class Arrived(NamedTuple):
-    """A load that is over.
-
-    Attributes:
-        number: The load's.
-        block_ids: The blocks that wait.
-        stored: What goes into them; None if it failed.
-    """
-
-    number: int
-    block_ids: list[int]
-    stored: Stored | None
-
-
 @dataclass
 class _Reading:
     load: Load
@@ -184,11 +170,14 @@ class Transfers:
             if (reading := self._reading.pop(number, None)) is not None:
                 reading.future.cancel()
 
-    def arrived(self, is_idle: bool) -> Iterator[Arrived]:
+    def arrived(self, is_idle: bool) -> Iterator[tuple[int, list[int], Stored | None]]:
         """Loads that all ranks have read, or one of them could not.
 
         Args:
             is_idle: Whether the step computes nothing, and so may wait a little.
+
+        Yields:
+            A load's number, the blocks that wait, and what goes into them; None if it failed.
         """
         if not self._reading:
             return
@@ -198,7 +187,7 @@ class Transfers:
                 continue
             reading = self._reading.pop(number)
             stored = reading.future.result() if state == _READ else None
-            yield Arrived(number, reading.load.block_ids, stored)
+            yield number, reading.load.block_ids, stored
 
     def _state(self, reading: _Reading, is_idle: bool) -> int:
         if is_idle and not reading.future.done():

@@ -17,8 +17,7 @@ from vllm_kvselect.engine.drop.due import DueDrops
 from vllm_kvselect.engine.drop.request import RequestsOf
 from vllm_kvselect.engine.drop.state import RetentionState
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
-from vllm_kvselect.engine.step.drafting import DraftSplitter
-from vllm_kvselect.engine.step.split import Seen, Splitter
+from vllm_kvselect.engine.step.split import DraftSplitter, Seen, Splitter
 from vllm_kvselect.engine.view.memory import refuse_scattered_layers
 from vllm_kvselect.kernels.base import Kernels
 

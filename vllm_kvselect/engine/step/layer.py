@@ -179,22 +179,13 @@ class HeadwiseImpl(ABC):
         """
 
     @abstractmethod
-    def read_values(self, pages: torch.Tensor) -> torch.Tensor:
-        """Values of whole pages; as `read_keys`."""
-
     def read(self, pages: torch.Tensor, num_competing: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys of whole pages and values at least of the first ones; see `DropLayer`."""
-        return self.read_keys(pages), self.read_values(pages[:, :num_competing].contiguous())
 
     @property
     def memory(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Pages of all layers as kernels read them, and what their bytes stand for; see `Paged`."""
         return None
-
-    def constants(self) -> ScoringInputs:
-        """What scorers may read of this layer besides entries and queries."""
-        nothing = self.kv_cache.new_empty(0, dtype=torch.float32)
-        return self.inputs(nothing, nothing, nothing)
 
     @abstractmethod
     def move(

@@ -307,3 +307,21 @@ def stock_part(pieces: Pieces, common: CommonAttentionMetadata) -> StockPart:
         block_table_tensor=common.block_table_tensor.index_select(0, indices),
     )
     return StockPart(on_device(token_indices(pieces.starts, lens), device), part)
+
+
+class DraftSplitter(Splitter):
+    """Splits the batches of a drafter, whose layers lie in the group of its target's.
+
+    It reads what is packed, and everything of requests that have nothing packed yet. It chooses
+    nothing, so nothing of it is seen.
+
+    A drafter is computed once the step's tokens are sampled, several times over. Its first batch
+    has the step's tokens, each further one a drafted token of every request. It asks for metadata
+    itself, but for the first batch of EAGLE and MTP in model runner V2, which is the step's.
+    """
+
+    chooses = False
+
+    def _seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        """Bounds: what vLLM says of a drafter's rows on the host may be too little by its token."""
+        return torch.full((common.num_reqs,), common.max_seq_len, dtype=torch.int32)

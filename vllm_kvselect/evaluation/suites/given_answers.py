@@ -8,7 +8,7 @@ from vllm_kvselect.evaluation.metrics import READ_ALONG
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.evaluation.suites.tasks import chosen
 from vllm_kvselect.offline.errors import EvaluationError
-from vllm_kvselect.offline.kinds import KINDS, cases_of
+from vllm_kvselect.offline.tasks import KINDS, cases_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,8 +18,9 @@ from vllm_kvselect.evaluation.metrics import READ_ALONG
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.evaluation.suites.tasks import chosen
 from vllm_kvselect.offline.errors import EvaluationError
-from vllm_kvselect.offline.speeches import speeches
+from vllm_kvselect.offline.models import chat, encode
 from vllm_kvselect.offline.tasks import run_of_tokens
+from vllm_kvselect.offline.texts import read_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -197,8 +198,6 @@ def instructions(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase")
             room for a text.
     """
     asked = chosen(config.tasks, TASKS) if config.tasks else list(RULES)
-    if not tokenizer.chat_template:
-        raise EvaluationError("instructions are given to a model with a chat template")
     examples = []
     for length in config.lengths or (LENGTH,):
         rng = random.Random(config.seed)
@@ -214,7 +213,7 @@ def instructions(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase")
             room = length - len(before) - longest
             if room < 1:
                 raise EvaluationError(f"{length} tokens have no room for a text after the rules")
-            context = (*before, *run_of_tokens(tokenizer, speeches(), rng, room))
+            context = (*before, *run_of_tokens(tokenizer, read_texts("sotu"), rng, room))
             examples += [
                 replace(made[task], name=f"{task}/{length}/{index}", length=length, context=context)
                 for task in asked
@@ -230,16 +229,10 @@ def _chat(
     rng.shuffle(texts)
     numbered = "\n".join(f"{number}. {text}" for number, text in enumerate(texts, 1))
     place = "(the text)"
-    chat = tokenizer.apply_chat_template(
-        [
-            {"role": "system", "content": f"{_PREAMBLE}\n{numbered}"},
-            {"role": "user", "content": f"This is a document of the archive.\n\n{place}"},
-        ],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    before, _, after = str(chat).rpartition(place)
-    return _encoded(tokenizer, before), after
+    message = f"This is a document of the archive.\n\n{place}"
+    whole = chat(tokenizer, message, f"{_PREAMBLE}\n{numbered}")
+    before, _, after = whole.rpartition(place)
+    return tuple(encode(tokenizer, before)), after
 
 
 def _example(
@@ -252,20 +245,15 @@ def _example(
     """A question under a rule, without the text that it follows."""
     is_free = task.endswith(FREE)
     start = rule.start if rule.free_start is None or not is_free else rule.free_start
-    target = () if is_free else _encoded(tokenizer, rule.answer)
+    target = () if is_free else tuple(encode(tokenizer, rule.answer))
     return Example(
         name=task,
         task=task,
         length=0,
         context=(),
-        question=_encoded(tokenizer, f"\n\n{rule.question}{after}{start}"),
+        question=tuple(encode(tokenizer, f"\n\n{rule.question}{after}{start}")),
         references=rule.references if is_free else (),
         metric=rule.metric if is_free else READ_ALONG,
         max_tokens=(config.max_tokens or MAX_TOKENS) if is_free else len(target),
         target=target,
     )
-
-
-def _encoded(tokenizer: "PreTrainedTokenizerBase", text: str) -> TokenIds:
-    # The template has the BOS token, where the model wants one.
-    return tuple(tokenizer.encode(text, add_special_tokens=False))

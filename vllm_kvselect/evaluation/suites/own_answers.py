@@ -1,12 +1,11 @@
 """Own answers: long answers of the full cache, read along in every other setting."""
 
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.metrics import READ_ALONG
 from vllm_kvselect.evaluation.settings import EvaluationConfig
-from vllm_kvselect.evaluation.suites.tasks import chosen
+from vllm_kvselect.evaluation.suites.tasks import chosen, long_texts
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.texts import read_texts
 
@@ -45,17 +44,7 @@ def own_answers(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase") 
                 raise EvaluationError(
                     f"{length} tokens with {max_tokens} for the answer have no room for a prompt"
                 )
-            encoded = (
-                tokenizer.encode(text, add_special_tokens=False)
-                for text in read_texts(SOURCES[name])
-            )
-            long_enough = (ids for ids in encoded if len(ids) >= length)
-            texts = list(islice(long_enough, config.num_examples))
-            if len(texts) < config.num_examples:
-                raise EvaluationError(
-                    f"{name} has {len(texts)} texts of {length} tokens or more: choose fewer "
-                    "examples, or a smaller length"
-                )
+            texts = long_texts(tokenizer, read_texts(SOURCES[name]), length, config.num_examples)
             examples += [
                 Example(
                     name=f"{name}/{length}/{index}",

@@ -5,6 +5,7 @@ what is put in place around them, `ruler_runner.py`.
 """
 
 import tempfile
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from vllm_kvselect.evaluation.suites.ruler_questions import (
 )
 from vllm_kvselect.evaluation.suites.tasks import chosen
 from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.models import encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,18 +62,13 @@ def ruler(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase") -> lis
         ]
 
 
+@dataclass(frozen=True)
 class _Suite:
     """Makes the examples of one task and length at a time."""
 
-    def __init__(
-        self,
-        config: EvaluationConfig,
-        tokenizer: "PreTrainedTokenizerBase",
-        generator: Generator,
-    ) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
-        self._generator = generator
+    config: EvaluationConfig
+    tokenizer: "PreTrainedTokenizerBase"
+    generator: Generator
 
     def examples(self, task: Task, length: int) -> list[Example]:
         """Makes examples that fit the length.
@@ -79,10 +76,10 @@ class _Suite:
         Raises:
             EvaluationError: If there are none.
         """
-        max_tokens = self._config.max_tokens or task.max_tokens
+        max_tokens = self.config.max_tokens or task.max_tokens
         spare = 0
         while spare + max_tokens < length:
-            prompts = self._generator.prompts(task, length, max_tokens, spare)
+            prompts = self.generator.prompts(task, length, max_tokens, spare)
             examples = [
                 example
                 for index, prompt in enumerate(prompts)
@@ -102,9 +99,9 @@ class _Suite:
 
     def _about(self, task: Task, length: int, index: int, prompt: Prompt) -> list[Example]:
         """Examples with one text."""
-        several = self._config.questions > 1 and has_more_questions(task)
-        context, asked = questions(task, prompt, self._config.questions)
-        begin = tuple(self._tokenizer.encode(""))  # a BOS token, where the model wants one
+        several = self.config.questions > 1 and has_more_questions(task)
+        context, asked = questions(task, prompt, self.config.questions)
+        begin = tuple(self.tokenizer.encode(""))  # a BOS token, where the model wants one
         context_ids = begin + self._encode(context)
         return [
             Example(
@@ -115,7 +112,7 @@ class _Suite:
                 question=self._encode(question.text),
                 references=question.references,
                 metric=task.metric,
-                max_tokens=self._config.max_tokens or task.max_tokens,
+                max_tokens=self.config.max_tokens or task.max_tokens,
                 target=self._encode(right_answer(task, question.references)),
                 depth=question.depth,
             )
@@ -123,4 +120,4 @@ class _Suite:
         ]
 
     def _encode(self, text: str) -> TokenIds:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return tuple(encode(self.tokenizer, text))

@@ -6,6 +6,7 @@ from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.metrics import ENDED
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.models import chat, encode
 from vllm_kvselect.offline.tasks import CITIES
 
 if TYPE_CHECKING:
@@ -34,28 +35,21 @@ def stories(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase") -> l
     """
     if config.tasks or config.lengths:
         raise EvaluationError("stories have no tasks and no lengths: there are --max-tokens")
-    if config.num_examples > len(CITIES) or not tokenizer.chat_template:
-        raise EvaluationError(
-            f"stories are told of {len(CITIES)} cities, by a model with a chat template"
-        )
+    if config.num_examples > len(CITIES):
+        raise EvaluationError(f"stories are told of {len(CITIES)} cities: choose fewer examples")
     max_tokens = config.max_tokens or MAX_TOKENS
-    examples = []
-    for index, city in enumerate(CITIES[: config.num_examples]):
-        message = {"role": "user", "content": REQUEST.format(city=city)}
-        chat = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-        examples.append(
-            Example(
-                name=f"story/{max_tokens}/{index}",
-                task="story",
-                length=max_tokens,
-                # The template has the BOS token, where the model wants one.
-                context=tuple(tokenizer.encode(str(chat), add_special_tokens=False)),
-                question=(),
-                references=(),
-                metric=ENDED,
-                max_tokens=max_tokens,
-                temperature=TEMPERATURE,
-                seed=index,
-            )
+    return [
+        Example(
+            name=f"story/{max_tokens}/{index}",
+            task="story",
+            length=max_tokens,
+            context=tuple(encode(tokenizer, chat(tokenizer, REQUEST.format(city=city)))),
+            question=(),
+            references=(),
+            metric=ENDED,
+            max_tokens=max_tokens,
+            temperature=TEMPERATURE,
+            seed=index,
         )
-    return examples
+        for index, city in enumerate(CITIES[: config.num_examples])
+    ]

@@ -1,8 +1,17 @@
-"""Tasks of a suite, by name."""
+"""What suites have in common: tasks by name, and texts that are long enough."""
 
 from collections.abc import Iterable
+from itertools import islice
+from typing import TYPE_CHECKING
 
 from vllm_kvselect.offline.errors import EvaluationError
+from vllm_kvselect.offline.models import encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MAX_CHARACTERS = 16
+"""Per token: no prose and no code has so many, so that what is cut off is never missed."""
 
 
 def chosen(names: Iterable[str], known: Iterable[str]) -> list[str]:
@@ -23,3 +32,27 @@ def chosen(names: Iterable[str], known: Iterable[str]) -> list[str]:
         if name not in known:
             raise EvaluationError(f"no task {name!r}; there are {', '.join(known)}")
     return names or known
+
+
+def long_texts(
+    tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str], length: int, num_texts: int
+) -> list[list[int]]:
+    """The beginnings, as token ids, of the first texts that are long enough.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        texts: Texts.
+        length: Tokens of each.
+        num_texts: How many.
+
+    Raises:
+        EvaluationError: If there are not so many.
+    """
+    encoded = (encode(tokenizer, text[: _MAX_CHARACTERS * length]) for text in texts)
+    found = list(islice((ids[:length] for ids in encoded if len(ids) >= length), num_texts))
+    if len(found) < num_texts:
+        raise EvaluationError(
+            f"there are {len(found)} texts of {length} tokens or more: choose fewer examples, or a "
+            "smaller length"
+        )
+    return found

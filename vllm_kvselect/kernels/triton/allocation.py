@@ -1,4 +1,4 @@
-"""Allocation; `adaptive_pages` and `shared_pages` of `vllm_kvselect/selecting/allocation.py`.
+"""Allocation; `share_out` of `vllm_kvselect/selecting/allocation.py`.
 
 One search over all heads of a segment needs all SMs, and so a launch for every digit of its keys.
 All segments are searched at once.
@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.triton.ordering import (
     DIGITS,
     digit_counts,
@@ -18,7 +17,7 @@ from vllm_kvselect.kernels.triton.ordering import (
     sortable,
     take,
 )
-from vllm_kvselect.kernels.triton.selection import best_first, rows
+from vllm_kvselect.kernels.triton.selection import rows
 from vllm_kvselect.scoring.numbers import on_device
 from vllm_kvselect.selecting import allocation
 
@@ -37,29 +36,12 @@ _CELLS = 4096
 _NUM_WARPS = 8
 
 
-def adaptive_pages(
-    scores: torch.Tensor, num_packed: Sequence[int], block_size: int, config: EvictionConfig
-) -> torch.Tensor:
-    """Twin of `allocation.adaptive_pages`."""
-    given = (scores, num_packed, block_size, config)
-    if scores.dtype != torch.float32:
-        return allocation.adaptive_pages(*given)
-    return allocation.adaptive_by_parts(best_first, _share_out, *given)
-
-
-def shared_pages(
-    scores: torch.Tensor, num_packed: Sequence[int], block_size: int, config: EvictionConfig
-) -> torch.Tensor:
-    """Twin of `allocation.shared_pages`."""
-    if scores.dtype != torch.float32:
-        return allocation.shared_pages(scores, num_packed, block_size, config)
-    return _share_out(scores, num_packed, block_size, 0, 1)
-
-
-def _share_out(
+def share_out(
     scores: torch.Tensor, num_packed: Sequence[int], block_size: int, share: int, unit: int
 ) -> torch.Tensor:
     """Twin of `allocation.share_out`."""
+    if scores.dtype != torch.float32:
+        return allocation.share_out(scores, num_packed, block_size, share, unit)
     scores = rows(scores)
     num_segments, num_heads, num_tokens = scores.shape
     num_tiles, device = triton.cdiv(num_tokens, _BLOCK), scores.device

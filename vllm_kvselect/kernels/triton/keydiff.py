@@ -21,10 +21,8 @@ _PART = 1024
 
 def keydiff_scores(held: Held, config: EvictionConfig) -> torch.Tensor:
     """Twin of `scoring.keydiff.keydiff_scores`, over rows."""
-    channels, num_owners = (
-        padded(held.paged.memory.shape[2] // 2),
-        held.num_rows * held.num_kv_heads,
-    )
+    channels = padded(held.paged.memory.shape[2] // 2)
+    num_owners = held.num_rows * held.num_kv_heads
     num_parts = triton.cdiv(held.num_competing + max(held.behind), _PART)
     anchors = torch.empty(
         num_owners, num_parts, channels, dtype=torch.float32, device=held.pages.device

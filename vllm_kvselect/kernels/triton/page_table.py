@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from vllm_kvselect.kernels.triton.selection import rows
-from vllm_kvselect.paging import page_table
 from vllm_kvselect.paging.page_table import PageTable
 
 _BLOCK = 256
@@ -29,18 +28,7 @@ def headwise_page_table(
     per_block: int = 1,
 ) -> PageTable:
     """Twin of `page_table.headwise_page_table` for given buffers, whose width is known."""
-    if out is None:
-        return page_table.headwise_page_table(
-            block_table,
-            seq_lens,
-            first_packed,
-            tail_start,
-            offsets,
-            block_size,
-            num_blocks,
-            first_layer,
-            per_block=per_block,
-        )
+    assert out is not None
     block_table, offsets, pages = rows(block_table), rows(offsets), out.pages
     num_layers, num_reqs, num_offsets = offsets.shape
     num_kv_heads = num_offsets - 1

@@ -105,10 +105,8 @@ def _probe_kernel(
         first_of = pairs * 2 if INTERLEAVED else pairs
         second_of = first_of + (1 if INTERLEAVED else PAIRS)
         mask = inside[:, None] & is_pair[None, :] & (table >= 0)
-        u, v = (
-            _weights(weights_ptr, first_of, is_pair),
-            _weights(weights_ptr, second_of, is_pair),
-        )
+        u = _weights(weights_ptr, first_of, is_pair)
+        v = _weights(weights_ptr, second_of, is_pair)
         x = read(memory_ptr, places[:, None] + first_of[None, :], mask, codes_ptr)
         y = read(memory_ptr, places[:, None] + second_of[None, :], mask, codes_ptr)
         x, y = x.to(tl.float32), y.to(tl.float32)

@@ -17,7 +17,6 @@ from vllm_kvselect.kernels.triton.selection import NUM_WARPS, best_mask, row_blo
 from vllm_kvselect.kernels.triton.value_norms import launch_norms, quadratic_forms
 from vllm_kvselect.scoring.held import Held
 from vllm_kvselect.selecting import pruning
-from vllm_kvselect.selecting.selection import stage_2_keys
 
 
 def select_pruned(
@@ -29,34 +28,18 @@ def select_pruned(
     of_stage_1: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Twin of `pruning.select_pruned`, over rows, on float32 scores.
+    """Twin of `pruning.select_pruned`, on float32 scores; arguments as of `rows.select_pruned`."""
 
-    Args:
-        held: What requests hold.
-        scores: `[num_rows, num_kv_heads, num_competing]`.
-        weights: Likewise.
-        budgets: Entries per head, `[num_rows * num_kv_heads]` int64.
-        num_retained: Their sum in each row.
-        of_stage_1: Entries per head that stage 1 retains, shaped as the budgets.
-        eps: Added to the weight in stage 2.
+    def norms_of(
+        weights: torch.Tensor, taken: torch.Tensor, num_taken: torch.Tensor
+    ) -> torch.Tensor:
+        return needed_value_norms(held, weights, taken, num_taken, eps).flatten(0, 1)
 
-    Returns:
-        `(row * num_kv_heads + head) * num_competing + column`, ascending, `[n]` int64.
-    """
-    is_absent, num_taken = None, budgets
-    if held.has_absent:
-        is_absent, num_taken = held.is_absent(), budgets + held.num_absent.flatten()
-        scores = scores.masked_fill(is_absent, float("-inf"))
-        # Whatever a scorer says there, infinity included, times the value that is not there.
-        weights = weights.masked_fill(is_absent, 0.0)
-    stage_1 = best_mask(scores.flatten(0, 1), of_stage_1).view_as(scores)
-    # What is absent is not in the running, just as what stage 1 has taken.
-    taken = stage_1 if is_absent is None else stage_1 | is_absent
-    norms = needed_value_norms(held, weights, taken, num_taken, eps)
-    keys = stage_2_keys(weights, norms, stage_1, eps)
-    if is_absent is not None:
-        keys.masked_fill_(is_absent, float("-inf"))
-    return select(keys.flatten(0, 1), budgets, sum(num_retained))
+    parts = pruning.Parts(best_mask, norms_of, select)
+    by_head = scores.flatten(0, 1), weights.flatten(0, 1)
+    given = (*by_head, budgets, sum(num_retained), of_stage_1, eps)
+    num_absent = held.num_absent.flatten() if held.has_absent else None
+    return pruning.select_by_parts(parts, *given, num_absent)
 
 
 def needed_value_norms(
@@ -68,7 +51,7 @@ def needed_value_norms(
 
     Args:
         held: What requests hold.
-        weights: `[num_rows, num_kv_heads, num_competing]`, not negative.
+        weights: `[num_rows * num_kv_heads, num_competing]`, not negative, or by rows.
         taken: Entries that are not in the running, bool, of the same shape.
         budgets: Entries per head, those included, `[num_rows * num_kv_heads]` int64.
         eps: Added to the weights.
