@@ -26,11 +26,12 @@ from vllm.config import VllmConfig  # noqa: E402
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 
 from tests.engine import flash_attention, test_runner_v2  # noqa: E402
-from tests.engine.conftest import _engine, preempting_all  # noqa: E402
+from tests.engine.conftest import Engine, _engine, preempting_all  # noqa: E402
 from tests.engine.quick_starts import look_at_models_here  # noqa: E402
 from tests.engine.random_models import random_eagle, random_llama, random_mimo  # noqa: E402
 from tests.engine.test_cuda_end_to_end import FlashAttentionOnCPU  # noqa: E402
 from tests.engine.test_drafters import (  # noqa: E402
+    MIXED_SERVER,
     NUM_LAYERS,
     PROMPTS,
     SERVER,
@@ -39,6 +40,7 @@ from tests.engine.test_drafters import (  # noqa: E402
     drafting,
 )
 from tests.kernels import interpreter  # noqa: E402
+from tests.load.mixture import MAX_MODEL_LEN, serve  # noqa: E402
 from vllm_kvselect.engine import platforms  # noqa: E402
 from vllm_kvselect.engine.frontend import checks  # noqa: E402
 
@@ -87,18 +89,36 @@ def dummy_batches(worker: Any) -> Iterator[list[int]]:
         del worker.execute_model
 
 
-def drafts(folder: Path, run: str) -> dict[str, Any]:
-    """Answers with a drafter, of requests that are preempted on the way."""
-    is_async, chosen = run != "rounds", test_runner_v2.CHOSEN[run]
-    settings = drafting(folder, "eagle" if run == "rounds" else run)
-    allowed = [name for name in SERVER["allow_override"] if "decode" not in name or not is_async]
-    server = {**SERVER, "allow_override": allowed}
-    model = folder / ("mtp" if run == "mtp" else "draft_model")
+@contextmanager
+def drafting_engine(
+    folder: Path, method: str, server: dict[str, Any], is_async: bool, **settings: Any
+) -> Iterator[Engine]:
+    """An engine with that runner and a drafter, of the model that this drafter is of."""
+    allowed = [name for name in server["allow_override"] if "decode" not in name or not is_async]
+    server = {**server, "allow_override": allowed}
+    model = folder / ("mtp" if method == "mtp" else "draft_model")
+    settings = drafting(folder, method) | settings
     with model_runner_v2(is_async), _engine(server, 0, model=model, **settings) as engine:
         runner = engine.worker.model_runner
         assert type(runner).__module__ == "vllm.v1.worker.cpu.model_runner"  # V2
         assert engine.scheduler.scheduler_config.async_scheduling is is_async
         assert type(engine.impls[-1]).__name__ == "HeadwiseFlashAttentionImpl"
+        yield engine
+        assert engine.blocks_in_use() == 0
+
+
+def counts(engine: Engine) -> dict[str, Any]:
+    """How often it drafted, and how many prompts it cut."""
+    return {
+        "num_drafts": counted(engine, "vllm:spec_decode_num_drafts"),
+        "num_cut": engine.worker.kv_eviction_stats()["num_evicted"],
+    }
+
+
+def drafts(folder: Path, run: str) -> dict[str, Any]:
+    """Answers with a drafter, of requests that are preempted on the way."""
+    method, chosen = "eagle" if run == "rounds" else run, test_runner_v2.CHOSEN[run]
+    with drafting_engine(folder, method, SERVER, is_async=run != "rounds") as engine:
         with (
             preempting_all(1, NUM_GENERATED // 2) as preempted,
             dummy_batches(engine.worker) as num_requests,
@@ -110,12 +130,17 @@ def drafts(folder: Path, run: str) -> dict[str, Any]:
             )
         assert preempted
         assert max(num_requests) > 1
-        assert engine.blocks_in_use() == 0
-        return {
-            "answers": [asdict(answer) for answer in answers],
-            "num_drafts": counted(engine, "vllm:spec_decode_num_drafts"),
-            "num_cut": engine.worker.kv_eviction_stats()["num_evicted"],
-        }
+        return {"answers": [asdict(answer) for answer in answers], **counts(engine)}
+
+
+def mixed(folder: Path, method: str) -> dict[str, Any]:
+    """What clients with mixed requests receive, who come and go while a drafter runs."""
+    limit = {"max_model_len": MAX_MODEL_LEN}
+    with drafting_engine(folder, method, MIXED_SERVER, is_async=True, **limit) as engine:
+        requests = test_runner_v2.mixed_requests_without_rounds()
+        service = serve(engine.llm, requests, 16, seed=4, preempt=0.02, stream=True)
+        tokens = [answer.token_ids.get(0, []) for answer in service.answers]
+        return {"tokens": tokens, "seen": service.seen, **counts(engine)}
 
 
 def hybrid(folder: Path) -> dict[str, Any]:
@@ -131,6 +156,15 @@ def hybrid(folder: Path) -> dict[str, Any]:
         }
 
 
+def serve_run(folder: Path, run: str) -> dict[str, Any]:
+    """What a run finds, by its name."""
+    if run == "hybrid":
+        return hybrid(folder)
+    if run.startswith("mixed "):
+        return mixed(folder, run.removeprefix("mixed "))
+    return drafts(folder, run)
+
+
 def main(chosen: Sequence[str]) -> None:
     interpreter.quicken()
     look_at_models_here()
@@ -143,7 +177,7 @@ def main(chosen: Sequence[str]) -> None:
         random_mimo(folder / "mtp", NUM_LAYERS)
         for run in chosen:
             try:
-                found[run] = hybrid(folder) if run == "hybrid" else drafts(folder, run)
+                found[run] = serve_run(folder, run)
             except Exception:
                 found[run] = traceback.format_exc()[-3000:]
     sys.stdout.write(json.dumps(found))

@@ -22,14 +22,17 @@ from tests.engine.test_cuda_end_to_end import on_flash_attention  # noqa: F401 (
 from tests.load.mixture import (
     DENSE,
     GREEDY,
+    LONG,
     MAX_MODEL_LEN,
     WITHOUT_TOKENIZER,
+    Request,
     assert_as_alone,
     draw,
     serve,
     serve_alone,
 )
 from tests.load.mixture import SETTINGS as MIXED
+from tests.load.mixture import Answer as Received
 from vllm_kvselect.engine.start_up import block_bytes
 
 pytestmark = pytest.mark.xdist_group("drafters")
@@ -65,6 +68,7 @@ SERVER = {
     "check_integrity": True,
     "allow_override": BUT_PREFILL,
 }
+MIXED_SERVER = {**DENSE, "check_integrity": True}
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +110,34 @@ def counted(engine: Engine, name: str) -> float:
     return sum(metric.value for metric in engine.llm.get_metrics() if metric.name == name)
 
 
+def mixed_requests(num_requests: int, num_distinct: int, make_rounds: bool = True) -> list[Request]:
+    """Requests of all kinds that are answered greedily without a tokenizer."""
+    (text,) = random_prompts([8000])
+    kinds = {name: kind for name, kind in GREEDY.items() if name in WITHOUT_TOKENIZER}
+    settings = [each for each in MIXED if "kv_prefill" not in each]
+    if not make_rounds:
+        del kinds[LONG]
+        settings = [each for each in settings if "kv_eviction_decode_budget" not in each]
+    return draw(text, num_requests, num_distinct, seed=4, kinds=kinds, settings=settings)
+
+
+def answered_alone(start: EngineFactory, requests: list[Request]) -> dict[str, Received]:
+    """What the CPU backend answers each of them, without a drafter."""
+    room = {"enable_prefix_caching": False, "disable_log_stats": False}
+    with start(MIXED_SERVER, 100, max_model_len=MAX_MODEL_LEN, **room) as engine:
+        return serve_alone(engine.llm, requests)
+
+
+@pytest.fixture(scope="module")
+def mixed(start: EngineFactory) -> tuple[list[Request], dict[str, Received]]:
+    """Mixed requests and what each is answered alone."""
+    requests = mixed_requests(500, 100)
+    return requests, answered_alone(start, requests)
+
+
 @pytest.fixture
-def backend(request: pytest.FixtureRequest, expected: list[Answer]) -> str:
-    """The CPU's, or that of CUDA over stand-ins; what is expected is the CPU's."""
+def backend(request: pytest.FixtureRequest) -> str:
+    """The CPU's, or that of CUDA over stand-ins; the module's fixtures had the CPU's before."""
     if request.param == "FlashAttention":
         request.getfixturevalue("on_flash_attention")
     return str(request.param)
@@ -177,24 +206,27 @@ def test_an_adapters_requests_are_answered_as_without_a_drafter(
 
 
 @pytest.mark.load  # tests/engine/test_equivalence.py has a drafter each time
+@pytest.mark.timeout(3600)  # stand-ins take their time
+@pytest.mark.parametrize(
+    ("backend", "num_requests"), [("CPU", 500), ("FlashAttention", 300)], indirect=["backend"]
+)
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
 def test_mixed_requests_are_answered_as_alone(
-    method: str, start: EngineFactory, folder: Path
+    method: str,
+    backend: str,
+    num_requests: int,
+    start: EngineFactory,
+    folder: Path,
+    mixed: tuple[list[Request], dict[str, Received]],
 ) -> None:
-    (text,) = random_prompts([8000])
-    kinds = {name: kind for name, kind in GREEDY.items() if name in WITHOUT_TOKENIZER}
-    settings = [each for each in MIXED if "kv_prefill" not in each]
-    requests = draw(text, 500, 100, seed=4, kinds=kinds, settings=settings)
-    server = {**DENSE, "check_integrity": True}
-    length = {"max_model_len": MAX_MODEL_LEN}
-    with start(
-        server, 100, enable_prefix_caching=False, disable_log_stats=False, **length
-    ) as engine:
-        expected = serve_alone(engine.llm, requests)
-    with start(server, 0, **(drafting(folder, method) | length)) as engine:
+    requests, expected = mixed[0][:num_requests], mixed[1]
+    settings = drafting(folder, method) | {"max_model_len": MAX_MODEL_LEN}
+    with start(MIXED_SERVER, 0, **settings) as engine:
+        assert type(engine.impls[-1]).__name__.startswith(f"Headwise{backend}")
         service = serve(engine.llm, requests, 16, seed=4, preempt=0.02, stream=True)
-        assert counted(engine, "vllm:spec_decode_num_draft_tokens") > 2000
+        assert counted(engine, "vllm:spec_decode_num_draft_tokens") > 4 * num_requests
         assert counted(engine, "vllm:spec_decode_num_accepted_tokens") > 10  # random heads guess
+        assert engine.worker.kv_eviction_stats()["num_evicted"] > num_requests / 2
         assert engine.blocks_in_use() == 0
     assert_as_alone(requests, expected, service.answers)
     for event in ("preemptions", "resets", "left", "cached tokens"):

@@ -15,7 +15,15 @@ from tests.engine.conftest import Answer, EngineFactory
 from tests.engine.random_hybrids import granite_h, saved
 from tests.engine.random_models import random_llama, random_mimo, random_prompts
 from tests.engine.test_cuda_end_to_end import SETTINGS as SIZES
-from tests.engine.test_drafters import NUM_LAYERS, PROMPTS, SERVER, SETTINGS
+from tests.engine.test_drafters import (
+    NUM_LAYERS,
+    PROMPTS,
+    SERVER,
+    SETTINGS,
+    answered_alone,
+    mixed_requests,
+)
+from tests.load.mixture import Request
 from tests.marks import starts_engine
 
 pytest.importorskip("triton")
@@ -45,6 +53,11 @@ METHODS_OF_HYBRID = [{"kv_eviction": name} for name in ("adakv", "knorm", "layer
 PROMPTS_OF_HYBRID = random_prompts([310, 290, 400, 60])
 
 
+def mixed_requests_without_rounds() -> list[Request]:
+    """What asynchronous scheduling takes beside a drafter."""
+    return mixed_requests(300, 100, make_rounds=False)
+
+
 def settings_of_hybrid(folder: Path) -> dict[str, Any]:
     """An engine of a model that keeps states beside attention."""
     settings = {**SIZES, "model": saved(granite_h, folder), "max_model_len": 512}
@@ -61,7 +74,6 @@ def found(runs: tuple[str, ...]) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=900,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     said: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
@@ -86,6 +98,24 @@ def test_drafters_change_no_token(run: str, tmp_path: Path) -> None:
     with engines_of(model) as start, start(SERVER, 130) as engine:
         expected = engine.generate(prompts, NUM_GENERATED, own)
     assert answers_of(run) == expected
+
+
+@pytest.mark.load  # tests/engine/test_drafters.py has such requests with model runner V1
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_mixed_requests_are_answered_as_alone(method: str, tmp_path: Path) -> None:
+    run, requests = f"mixed {method}", mixed_requests_without_rounds()
+    said = found((run,))[run]
+    assert isinstance(said, dict), said
+    assert said["num_drafts"] > len(requests)
+    assert said["num_cut"] > len(requests) / 4
+    for event in ("preemptions", "resets", "left", "cached tokens"):
+        assert said["seen"][event] > 0, said["seen"]
+    with engines_of(random_llama(tmp_path / "model", NUM_LAYERS)) as start:
+        expected = answered_alone(start, requests)
+    for request, tokens in zip(requests, said["tokens"], strict=True):
+        (wanted,) = expected[request.key].token_ids.values()
+        assert tokens == wanted[: len(tokens) if request.leaves_after is not None else None]
 
 
 def test_hybrids_are_served(start_engine: EngineFactory, tmp_path: Path) -> None:
