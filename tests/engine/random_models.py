@@ -16,8 +16,6 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     PaddleOCRVLConfig,
     PersimmonConfig,
     PersimmonForCausalLM,
@@ -118,15 +116,6 @@ def random_mimo(folder: Path, num_layers: int = 4) -> Path:
         {name: weight.contiguous() for name, weight in weights.items()},
         folder / "model.safetensors",
     )
-    return folder
-
-
-def random_mixtral(folder: Path) -> Path:
-    """Two of four experts for each token."""
-    torch.manual_seed(0)
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
-    config = MixtralConfig(num_hidden_layers=4, **experts, **SHAPE)
-    MixtralForCausalLM(config).save_pretrained(folder)
     return folder
 
 

@@ -328,8 +328,8 @@ class Server:
         priority: int = 0,
         extra_args: dict[str, Any] | None = None,
     ) -> str:
-        if self.settings.is_bounded:
-            extra_args = None  # the front end refuses what would not fit
+        if self.settings.is_bounded:  # the front end refuses what would not fit
+            extra_args, max_tokens = None, max(2, max_tokens)  # of one token nothing is dropped
         eviction = own_eviction(self.settings.eviction, extra_args or {}, max_tokens)
         expected = Expected(len(self.all) + 1, prompt, max_tokens, eviction)
         request_id = f"r{expected.number}"

@@ -695,11 +695,10 @@ def test_a_layer_with_a_sliding_window_may_have_what_others_may_not(backend: Any
     assert impl(4, HEAD_SIZE, 1.0, NUM_KV_HEADS, sliding_window=64, **settings)
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("method", ["adakv-perturb", "layer-defensivekv", "knorm"])
-def test_warming_up_launches_what_prompts_need_and_leaves_no_trace(
-    method: str, graphs: bool
-) -> None:
+def warmed_up(
+    method: str, references: Kernels = REFERENCES, **options: Any
+) -> tuple[Layers, set[str], set[str]]:
+    """Layers on which a warm-up left no trace, what it launched, and what is launched from then."""
     launched: set[str] = set()
 
     def noted(name: str, twin: Any) -> Any:
@@ -712,16 +711,25 @@ def test_warming_up_launches_what_prompts_need_and_leaves_no_trace(
     # References in place of kernels: which are called is the same, and takes less time.
     kernels = Kernels(
         **{
-            part.name: noted(part.name, getattr(REFERENCES, part.name))
+            part.name: noted(part.name, getattr(references, part.name))
             for part in fields(Kernels)
             if part.name != "over_rows"
         }
     )
-    layers = make_layers(FLASH, method, kernels, graphs=graphs)
+    layers = make_layers(FLASH, method, kernels, **options)
     warm_up(layers.builder, [method], layers.eviction)
     assert not layers.state.offsets.any()
     assert not layers.state.completed
     assert not any(layer.kv_cache[1:].any() for layer in layers.layers)
     warm, _ = set(launched), launched.clear()
+    return layers, warm, launched
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("method", ["adakv-perturb", "layer-defensivekv", "knorm"])
+def test_warming_up_launches_what_prompts_need_and_leaves_no_trace(
+    method: str, graphs: bool
+) -> None:
+    layers, warm, launched = warmed_up(method, graphs=graphs)
     mixed_steps(layers)
     assert launched == warm

@@ -4,7 +4,6 @@ Every step's outputs are those of the float64 oracle, which chooses again in eac
 """
 
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -15,11 +14,9 @@ from vllm.v1.attention.backends import triton_attn
 from tests.engine import flash_attention, triton_attention
 from tests.engine.cuda_layers import WIDE, Layers
 from tests.engine.cuda_requests import MAX_NUM_SEQS, Request
-from tests.engine.test_cuda_backend import FLASH, STOCK, TRITON, Replays, make_layers
+from tests.engine.test_cuda_backend import FLASH, STOCK, TRITON, Replays, make_layers, warmed_up
 from tests.kernels.unsynchronised import unsynchronised
-from vllm_kvselect.engine.cuda.warm_up import warm_up
 from vllm_kvselect.engine.step.split import Split
-from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.registry import METHODS
 
 pytest.importorskip("triton")
@@ -204,29 +201,7 @@ def test_rounds_do_not_wait_for_the_device(method: str, graphs: bool) -> None:
 def test_warming_up_launches_what_rounds_need_and_leaves_no_trace(
     method: str, cuts: dict[str, int]
 ) -> None:
-    launched: set[str] = set()
-
-    def noted(name: str, twin: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            launched.add(name)
-            return twin(*args, **kwargs)
-
-        return call
-
-    # References in place of kernels: which are called is the same, and takes less time.
-    kernels = Kernels(
-        **{
-            part.name: noted(part.name, getattr(WIDE, part.name))
-            for part in fields(Kernels)
-            if part.name != "over_rows"
-        }
-    )
-    layers = make_layers(FLASH, method, kernels, **cuts)
-    warm_up(layers.builder, [method], layers.eviction)
-    assert not layers.state.offsets.any()
-    assert not layers.state.completed
-    assert not any(layer.kv_cache[1:].any() for layer in layers.layers)
-    warm, _ = set(launched), launched.clear()
+    layers, warm, launched = warmed_up(method, WIDE, **cuts)
     first = 70 if cuts == ROUNDS else 96
     request = layers.request(first if cuts == ROUNDS else 110, 120)
     layers.step((request, first))

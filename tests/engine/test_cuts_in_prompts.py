@@ -137,6 +137,8 @@ def test_a_prompt_longer_than_its_pool_is_answered_and_others_are_refused(
         assert max(most) <= 8
         with pytest.raises(ValueError, match=r"needs 26 blocks at once, and the KV cache has 11"):
             engine.generate([random_prompts([300])[0]], 700, [{"kv_eviction_decode_budget": 0}])
+        with pytest.raises(ValueError, match=r"needs 29 blocks at once.*; ask for two tokens"):
+            engine.generate([random_prompts([900])[0]], 1)
         assert engine.generate([QUESTION], 3)
         assert engine.blocks_in_use() == 0
 

@@ -261,11 +261,15 @@ def _refuse_too_large(engine: Any, server: EvictionConfig, prompt: Any, params: 
     held_for = min(max_model_len, num_tokens + num_ahead)
     most = made.cuts.most_held(held_for, block_size, num_ahead)
     if most > num_blocks:
+        remedy = (
+            "ask for two tokens: of a prompt that only one follows nothing is dropped"
+            if params.max_tokens == 1
+            else "ask for fewer tokens or a smaller budget, or let it be cut: "
+            "kv_eviction_prompt_interval and kv_eviction_decode_budget bound what a request holds"
+        )
         raise RequestError(
             f"a prompt of {num_prompt_tokens} tokens with up to {num_tokens - num_prompt_tokens} "
-            f"more needs {most} blocks at once, and the KV cache has {num_blocks}; ask for fewer "
-            "tokens or a smaller budget, or let it be cut: kv_eviction_prompt_interval and "
-            "kv_eviction_decode_budget bound what a request holds",
+            f"more needs {most} blocks at once, and the KV cache has {num_blocks}; {remedy}",
             "prompt",
             "too_large",
             is_field=True,
