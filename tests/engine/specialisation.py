@@ -67,7 +67,7 @@ def both(twin: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..
         twin(*args, **kwargs)
         return reference(*args, **kwargs)
 
-    call.__name__ = twin.__name__
+    call.__name__ = getattr(twin, "func", twin).__name__  # some are references with twins inside
     return call
 
 
