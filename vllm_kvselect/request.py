@@ -10,13 +10,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal, Protocol, get_args
 
-from vllm_kvselect.config import (
-    OVERRIDE_NAMES,
-    SETTINGS,
-    ConfigError,
-    EvictionConfig,
-    Prefill,
-)
+from vllm_kvselect.config import OVERRIDE_NAMES, SETTINGS, ConfigError, EvictionConfig, Prefill
 from vllm_kvselect.registry import AUTO, KNOWN_METHODS, not_served
 from vllm_kvselect.settings import request_key
 

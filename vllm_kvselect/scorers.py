@@ -71,9 +71,7 @@ class Redundancy(Parameters):
         Setting("How much importance weighs beside redundancy in `r-kv`."),
     ] = 0.1
     r_kv_threshold: Annotated[
-        float,
-        Field(ge=-1.0, le=1.0),
-        Setting("Cosine above which two keys are alike to `r-kv`."),
+        float, Field(ge=-1.0, le=1.0), Setting("Cosine above which two keys are alike to `r-kv`.")
     ] = 0.5
 
 

@@ -96,12 +96,7 @@ class Continuations:
         self._own_values = [nothing] * len(self._keys)
 
     def _attend(
-        self,
-        index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
+        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Attention of the row's own tokens behind that of the prompt's, where it runs again."""
         num_again = self._num_again

@@ -14,14 +14,7 @@ from vllm.logger import init_logger
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backends import flash_attn
 
-from vllm_kvselect.paging.order import (
-    MOST_SHARED,
-    MOST_VECTORS,
-    Orders,
-    Schedules,
-    Sharing,
-    padded,
-)
+from vllm_kvselect.paging.order import MOST_SHARED, MOST_VECTORS, Orders, Schedules, Sharing, padded
 
 logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 

@@ -9,14 +9,7 @@ from vllm_kvselect.engine.step.split import Decodes
 from vllm_kvselect.engine.view.page_tables import SettledRows
 from vllm_kvselect.engine.view.sequences import HeadwiseBatch
 from vllm_kvselect.kernels.base import Kernels
-from vllm_kvselect.paging.order import (
-    MOST_SHARED,
-    MOST_VECTORS,
-    Orders,
-    Schedules,
-    Sharing,
-    padded,
-)
+from vllm_kvselect.paging.order import MOST_SHARED, MOST_VECTORS, Orders, Schedules, Sharing, padded
 from vllm_kvselect.paging.page_table import PageTable
 
 

@@ -25,11 +25,7 @@ from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.memory import StepQueries
 
 
-def warm_up(
-    builder: CudaMetadataBuilder,
-    methods: Iterable[str],
-    eviction: EvictionConfig,
-) -> None:
+def warm_up(builder: CudaMetadataBuilder, methods: Iterable[str], eviction: EvictionConfig) -> None:
     """Packs made-up prompts in all layers of a group, makes rounds, prefills sparsely, decodes.
 
     Args:

@@ -10,13 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_kvselect.kernels.triton.ordering import (
-    DIGITS,
-    digit_counts,
-    next_digit,
-    sortable,
-    take,
-)
+from vllm_kvselect.kernels.triton.ordering import DIGITS, digit_counts, next_digit, sortable, take
 from vllm_kvselect.kernels.triton.selection import rows
 from vllm_kvselect.scoring.numbers import on_device
 from vllm_kvselect.selecting import allocation

@@ -11,12 +11,7 @@ _BLOCK = 1024
 
 
 def pool(
-    held: Held,
-    window: int,
-    scores: torch.Tensor,
-    pooling: str,
-    kernel_size: int,
-    num_more: int = 0,
+    held: Held, window: int, scores: torch.Tensor, pooling: str, kernel_size: int, num_more: int = 0
 ) -> torch.Tensor:
     """The maximum or the mean over `kernel_size` neighbouring columns before the window.
 

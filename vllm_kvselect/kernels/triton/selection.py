@@ -106,13 +106,7 @@ def _best_mask_kernel(scores_ptr, stride, num_tokens, counts_ptr, mask_ptr, BLOC
     do_not_specialize_on_alignment=["scores_ptr"],
 )
 def _best_first_kernel(
-    scores_ptr,
-    segment_stride,
-    head_stride,
-    num_tokens,
-    counts_ptr,
-    raised_ptr,
-    BLOCK: tl.constexpr,
+    scores_ptr, segment_stride, head_stride, num_tokens, counts_ptr, raised_ptr, BLOCK: tl.constexpr
 ):
     head, segment = tl.program_id(0), tl.program_id(1).to(tl.int64)
     scores_ptr += segment * segment_stride + head.to(tl.int64) * head_stride
@@ -134,13 +128,7 @@ def _best_first_kernel(
     do_not_specialize=["stride", "num_tokens"], do_not_specialize_on_alignment=["scores_ptr"]
 )
 def _best_indices_kernel(
-    scores_ptr,
-    stride,
-    num_tokens,
-    counts_ptr,
-    ends_ptr,
-    indices_ptr,
-    BLOCK: tl.constexpr,
+    scores_ptr, stride, num_tokens, counts_ptr, ends_ptr, indices_ptr, BLOCK: tl.constexpr
 ):
     head = tl.program_id(0).to(tl.int64)
     scores_ptr += head * stride

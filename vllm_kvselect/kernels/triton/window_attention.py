@@ -13,14 +13,7 @@ import triton
 import triton.language as tl
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.kernels.triton.paged import (
-    CODES,
-    UNSPECIALISED,
-    empty,
-    paged,
-    places_of,
-    read,
-)
+from vllm_kvselect.kernels.triton.paged import CODES, UNSPECIALISED, empty, paged, places_of, read
 from vllm_kvselect.kernels.triton.pooling import pool
 from vllm_kvselect.kernels.triton.products import multiply, num_stages, padded, tile_size
 from vllm_kvselect.scorers import Pooling, QueryGroup
