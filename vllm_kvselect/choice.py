@@ -78,11 +78,6 @@ def retain(
 def score(held: Held, config: EvictionConfig, kernels: Kernels = REFERENCES) -> Candidates:
     """The first half of the choice: scores what competes.
 
-    Args:
-        held: What requests hold.
-        config: Method and parameters.
-        kernels: What computes the parts.
-
     Returns:
         The competing entries, `[num_rows, num_kv_heads, num_competing]` each. Norms are left out
         where they can be pruned once the budgets are known.
@@ -113,16 +108,8 @@ def choose(
 ) -> Retention:
     """The second half: ranks, allocates and selects.
 
-    Args:
-        held: What requests hold; None will do where `candidates` has all that the method needs, and
-            all columns are the requests' own.
-        candidates: What `score` gave for it, or as much of other layers.
-        sizes: How much is retained.
-        config: Method and parameters.
-        kernels: What computes the parts.
-
-    Returns:
-        The retained entries and the heads' runs.
+    Without `held`, `candidates` has all that the method needs, and all columns are the requests'
+    own.
     """
     method = KNOWN_METHODS[config.method]
     num_requests, block_size = len(sizes.num_packed), sizes.block_size

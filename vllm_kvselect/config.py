@@ -429,11 +429,7 @@ class EvictionConfig(BaseModel):
     def parse(cls, values: dict[str, Any]) -> Self:
         """Validates plain values, as they come from YAML, JSON or the command line.
 
-        Args:
-            values: Field names and values. Missing fields take their defaults.
-
-        Returns:
-            The frozen configuration.
+        Missing fields take their defaults.
 
         Raises:
             ConfigError: If a key is unknown or a value is not accepted; the message names the key,
@@ -446,13 +442,7 @@ class EvictionConfig(BaseModel):
 
     @classmethod
     def read_file(cls, path: str | Path) -> dict[str, Any]:
-        """Reads the values of a YAML file without filling in defaults.
-
-        Args:
-            path: File with a mapping of field names to values.
-
-        Returns:
-            The mapping, still to be validated by `parse`.
+        """Reads the values of a YAML file without filling in defaults, still to be validated.
 
         Raises:
             ConfigError: If the file cannot be read or holds no YAML mapping.
@@ -477,9 +467,6 @@ def with_a_method(values: dict[str, Any]) -> dict[str, Any]:
     """Settings as a server reads them: where no method is named, `auto` chooses one.
 
     A sparse prefill alone drops nothing, so where nothing is said but of the prefill, it is `none`.
-
-    Args:
-        values: Field names and values.
 
     Raises:
         ConfigError: If they are of a sparse prefill that nobody asks for.

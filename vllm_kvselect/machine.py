@@ -41,11 +41,7 @@ def default_device() -> torch.device:
 
 
 def default_dtype() -> str:
-    """Returns in which type a model runs if none is named, as `--dtype` takes it.
-
-    Returns:
-        "auto", the type of the weights, on a GPU; else the processor's fast one.
-    """
+    """Returns what `--dtype` is by default: the weights' own ("auto") on a GPU, else a fast one."""
     return "auto" if torch.cuda.is_available() else dtype_name(fast_dtype())
 
 

@@ -73,11 +73,7 @@ class RequestError(ConfigError):
 
 
 def request_config(server: EvictionConfig, extra_args: Mapping[str, Any] | None) -> EvictionConfig:
-    """Configuration of one request.
-
-    Args:
-        server: The server's configuration.
-        extra_args: `SamplingParams.extra_args`; keys that are not ours are other people's.
+    """Configuration of one request; keys of `extra_args` that are not ours are other people's.
 
     Returns:
         The server's configuration where the request changes nothing, else a changed one. Where
@@ -115,11 +111,7 @@ def request_config(server: EvictionConfig, extra_args: Mapping[str, Any] | None)
 
 
 def unsupported(message: str, extra_args: Mapping[str, Any]) -> RequestError:
-    """The refusal of settings that are judged together.
-
-    Args:
-        message: What stands against the configuration that they make.
-        extra_args: As in `request_config`; one of its keys is ours.
+    """The refusal of settings that are judged together, one of which at least is ours.
 
     Returns:
         The error, with the first of the request's keys that the message names; with its first one
@@ -137,11 +129,7 @@ def refuse_stray_settings(
     """Refuses settings where nobody would read them, such as beside `vllm_xargs`.
 
     A proxy may send them inside of something, so what the fields hold is looked through, too.
-
-    Args:
-        fields: What vLLM ignores of a request, by name.
-        place: Where such a request takes settings; None if nowhere.
-        is_field: As in `RequestError`.
+    `place` is where such a request takes settings; None if nowhere.
 
     Raises:
         RequestError: If one of the names is a key of ours, or nearly one.
@@ -186,10 +174,6 @@ def refuse_beam_settings(server: EvictionConfig, extra_args: Mapping[str, Any] |
     vLLM runs each step of each beam as a request of its own, and does not hand the client's
     settings on. All of them run as in stock vLLM (`FULL_CACHE`).
 
-    Args:
-        server: The server's configuration.
-        extra_args: As in `request_config`.
-
     Raises:
         RequestError: If a setting is not accepted or asks for what no step would do.
     """
@@ -216,10 +200,6 @@ def planned_config(server: EvictionConfig, params: Sampling | None) -> EvictionC
 
     The front end has refused what `request_config` does not accept. Should such a request still
     come, by a way that we do not know, it drops nothing: it must not stop everybody's engine.
-
-    Args:
-        server: The server's configuration.
-        params: The request's sampling parameters.
 
     Returns:
         As `request_config`, without cuts where exactness asks for that; where it raises, with

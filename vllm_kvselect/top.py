@@ -57,13 +57,7 @@ class Snapshot:
 
     @classmethod
     def parse(cls, text: str) -> "Snapshot":
-        """Reads the Prometheus text format.
-
-        Args:
-            text: Body of `/metrics`.
-
-        Returns:
-            The snapshot.
+        """Reads the Prometheus text format of `/metrics`.
 
         Raises:
             TopError: If these are not the metrics of a vLLM server.
@@ -100,13 +94,7 @@ class Snapshot:
 
     @classmethod
     def fetch(cls, url: str) -> "Snapshot":
-        """Asks a server.
-
-        Args:
-            url: The server's address, such as `http://localhost:8000`.
-
-        Returns:
-            The snapshot.
+        """Asks the server at an address such as `http://localhost:8000`.
 
         Raises:
             TopError: If the server does not answer, or is none of vLLM's.
@@ -144,15 +132,7 @@ def _is_vllm(url: str) -> bool:
 
 
 def render(snapshot: Snapshot, url: str) -> RenderableType:
-    """Draws a snapshot.
-
-    Args:
-        snapshot: What to draw.
-        url: The server's address.
-
-    Returns:
-        Something that rich prints.
-    """
+    """Draws a snapshot."""
     scale = max(snapshot.num_blocks, snapshot.num_needed)
     blocks = Table.grid(padding=(0, 2))
     for name, number, color in (
@@ -193,12 +173,7 @@ def render(snapshot: Snapshot, url: str) -> RenderableType:
 
 
 def watch(url: str, interval: float, console: Console) -> None:
-    """Draws a server's snapshots until it is interrupted.
-
-    Args:
-        url: The server's address.
-        interval: Seconds between snapshots.
-        console: Where to draw.
+    """Draws a server's snapshots until it is interrupted, with seconds between.
 
     Raises:
         TopError: If the server does not answer, or stops to.

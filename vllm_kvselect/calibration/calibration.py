@@ -36,12 +36,6 @@ def calibrated(config: CalibrationConfig) -> tuple[Path, ProbeFacts]:
     On stderr it says what that will take, and shows how far it is. It may be stopped: the same
     configuration goes on after the fit, or after the steps that were kept last.
 
-    Args:
-        config: Model and texts.
-
-    Returns:
-        The file and what it says of itself.
-
     Raises:
         EvaluationError: If the model cannot be loaded or calibrated, or if the texts do not fit.
         ConfigError: If its weights are not kept as safetensors, or the file cannot be written.
@@ -126,11 +120,7 @@ def _probes(
 
 
 def model_facts(model: "PreTrainedModel", name: str) -> ModelFacts:
-    """What a probe says of its model.
-
-    Args:
-        model: The model.
-        name: Folder or hub name; empty for the small model.
+    """What a probe says of its model, given its folder or hub name, or none for the small model.
 
     Raises:
         ConfigError: If its weights are not kept as safetensors.

@@ -29,12 +29,7 @@ class Checkpoint:
 
     @classmethod
     def beside(cls, result: Path, *decides: Any) -> Self:
-        """The progress of what will be in a file.
-
-        Args:
-            result: The file.
-            decides: All that decides what will be in it, as JSON takes it.
-        """
+        """The progress of what will be in a file, by all that decides it, as JSON takes it."""
         digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
         return cls(result.with_name(f".{result.name}.begun"), digest)
 

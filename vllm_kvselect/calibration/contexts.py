@@ -12,12 +12,7 @@ if TYPE_CHECKING:
 def read_contexts(
     tokenizer: "PreTrainedTokenizerBase", config: CalibrationConfig, are_left_out: bool = False
 ) -> list[list[int]]:
-    """Token ids of the texts that a probe is fitted to, the kinds in turn.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        config: Kinds, number and length.
-        are_left_out: Whether they are others instead, by which a fit is judged.
+    """Token ids of the texts that a probe is fitted to, kinds in turn; or of those left out.
 
     Raises:
         EvaluationError: If texts and length do not fit.

@@ -23,14 +23,7 @@ def fit(
     """Fits a probe of every layer.
 
     One text is alive at a time. What is kept of it are sums: for every KV head as many as the
-    square of its number of features, in float64.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        contexts: Token ids of the texts.
-        config: The teacher's parts, and ridge.
-        done: Called after each text.
+    square of its number of features, in float64. `done` is called after each text.
 
     Returns:
         Weights, `[num_layers, num_features, num_kv_heads]` float32, and the features' spread.

@@ -36,12 +36,8 @@ class Spread(NamedTuple):
 class NormalEquations:
     """Sums from which the best linear maps of features to targets follow, one map for each head.
 
-    In float64: squares have twice the digits of what is squared.
-
-    Args:
-        num_heads: Heads, each with features and a target of its own.
-        num_features: Features, of which the last is the constant 1.
-        device: Where the sums are kept.
+    The last feature is the constant 1. Sums are float64: squares have twice the digits of what is
+    squared.
     """
 
     def __init__(
@@ -58,9 +54,6 @@ class NormalEquations:
         Args:
             features: `[num_heads, num_samples, num_features]`.
             targets: `[num_heads, num_samples]`.
-
-        Returns:
-            Itself.
         """
         wide = features.double()
         self._gram.baddbmm_(wide.mT, wide)

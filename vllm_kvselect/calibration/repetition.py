@@ -103,9 +103,6 @@ def _attention(
         value: Likewise.
         log_gates: `[num_ways, num_kv_heads, num_context]`.
         scale: Softmax scale.
-
-    Returns:
-        Of the query's shape.
     """
     num_queries, num_context, head_size = query.shape[2], log_gates.shape[2], query.shape[3]
     # By KV head, its group's queries in a row: keys and values are not copied for each of them.

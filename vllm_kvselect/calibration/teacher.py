@@ -25,12 +25,6 @@ def samples(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Features and targets of a text, layer by layer.
 
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        context: Token ids of the text.
-        config: What is imitated.
-
     Yields:
         Features `[num_kv_heads, num_tokens, num_features]` and logarithms of the score to imitate
         `[num_kv_heads, num_tokens]`.

@@ -33,13 +33,7 @@ class Trial(NamedTuple):
     memory: int
 
     def said(self, texts: int, steps: int, left_out: int) -> str:
-        """What so much of each will take, for people.
-
-        Args:
-            texts: Texts to fit to.
-            steps: Steps of the tuning.
-            left_out: Texts to judge by.
-        """
+        """What so many texts to fit to, steps and texts to judge by will take, for people."""
         seconds = self.fit * texts + self.tune * steps + self.judge * left_out
         return (
             f"takes about {max(1, round(seconds / 60))} min and {self.memory / 1e9:.1f} GB, by a "
@@ -54,12 +48,6 @@ def tried(
     config: CalibrationConfig,
 ) -> Trial:
     """Fits to one text, tunes by one step and judges the result by the same text.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        context: Token ids of the text.
-        config: What is tried.
 
     Raises:
         EvaluationError: If the model does not attend plainly, or its rotations are not known.

@@ -66,9 +66,6 @@ def tuned(
         begun: What `keep` got last of a tuning that was stopped: this one goes on from there.
         keep: Called every `KEPT_EVERY` steps with all that later steps depend on.
 
-    Returns:
-        Tuned weights, of the same shape and type.
-
     Raises:
         EvaluationError: If the model does not attend plainly, or its rotations are not known.
     """

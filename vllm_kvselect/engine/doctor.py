@@ -37,13 +37,9 @@ class Finding:
 
 
 def examine(model: str | None = None) -> Iterator[Finding]:
-    """Examines this installation.
+    """Examines this installation, and a model, by folder or hub name, as a server would check it.
 
-    Args:
-        model: Model folder or hub name, to be checked as a server would check it.
-
-    Yields:
-        Findings, in the order in which people ask. The last one stops where no other can be made.
+    Findings come in the order in which people ask; the last one stops where no other can be made.
     """
     checks: dict[str, Callable[[], str]] = {
         "vllm-kvselect": _versions,

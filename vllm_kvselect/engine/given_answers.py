@@ -20,11 +20,8 @@ KEY = "answer_token_ids"
 class GivenAnswers(AdapterLogitsProcessor, LogitsProcessor):
     """Lets through the next token of a given answer alone; requests without one are left alone.
 
-    One class for both model runners, each of which wants its own base class and arguments.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        given: Of V1 the device and whether memory is pinned, of V2 the state of its requests.
+    One class for both model runners, each of which wants its own base class and arguments: of V1
+    the device and whether memory is pinned, of V2 the state of its requests.
     """
 
     def __init__(self, vllm_config: VllmConfig, *given: Any) -> None:

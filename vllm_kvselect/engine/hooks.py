@@ -69,10 +69,8 @@ def hook_arguments(unknown: list[str]) -> None:
     """Adds the `--kv-eviction*` options and applies them (patches/0001).
 
     Plugins are loaded before vLLM fills its parser, but it offers them no way to extend it, nor to
-    take part when its configuration is made.
-
-    Args:
-        unknown: Functions of an unknown vLLM; eviction is then refused when asked for.
+    take part when its configuration is made. Where functions are unknown, eviction is refused when
+    it is asked for.
     """
     add_cli_args, from_cli_args = EngineArgs.add_cli_args, EngineArgs.from_cli_args.__func__
     create_engine_config = EngineArgs.create_engine_config

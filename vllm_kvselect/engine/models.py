@@ -136,10 +136,6 @@ def bystander_problems(vllm_config: VllmConfig, eviction: EvictionConfig) -> lis
 def refuse_drafter_apart(groups: Sequence[Sequence[str]], of_drafter: Collection[str]) -> None:
     """Checks that a drafter's layers follow their target's, and share its page tables.
 
-    Args:
-        groups: Names of the layers that drop entries, by the builder of their metadata.
-        of_drafter: Names of the drafter's layers.
-
     Raises:
         ConfigError: If they are elsewhere: vLLM sets layers with another number of heads apart.
     """

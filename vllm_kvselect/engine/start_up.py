@@ -26,10 +26,7 @@ logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging se
 def log_start(vllm_config: VllmConfig, eviction: EvictionConfig, choice: str = "") -> None:
     """Logs which method `auto` takes, and what is retained, where that is known before the start.
 
-    Args:
-        vllm_config: vLLM's finished configuration.
-        eviction: The validated configuration.
-        choice: Which method `auto` takes and why; empty where the operator named one.
+    `choice` says which method `auto` takes and why; it is empty where the operator named one.
     """
     if choice:
         logger.info("%s", choice)

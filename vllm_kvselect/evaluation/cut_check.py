@@ -42,9 +42,6 @@ class Dropped:
 class CutCheck:
     """Compares what a server's metrics count with the cuts of the requests that were sent to it.
 
-    Args:
-        url: The server's address.
-
     Raises:
         EvaluationError: If it does not answer, or evicts nothing at all.
     """
@@ -62,13 +59,7 @@ class CutCheck:
         self._least = self._most = Dropped()
 
     def note(self, num_prompt_tokens: int, num_tokens: int, eviction: EvictionConfig) -> None:
-        """Takes note of an answer.
-
-        Args:
-            num_prompt_tokens: Length of the prompt.
-            num_tokens: Tokens that were generated.
-            eviction: The settings that the request asked for.
-        """
+        """Takes note of an answer to a request with these settings."""
         self._num_answered += 1
         # Of a context that another request compressed, the same is gone, and counted apart.
         made = plan(eviction, None, None, num_prompt_tokens, self.block_size)

@@ -97,10 +97,6 @@ def reason_of(response: httpx.Response) -> str:
 def endpoint(config: EvaluationConfig, needs: Needs) -> Iterator[Endpoint]:
     """Gives a server on which every method and budget may be asked for.
 
-    Args:
-        config: The evaluation.
-        needs: What it must have room for.
-
     Raises:
         EvaluationError: If it cannot be started, is too small, or refuses a method or a budget.
     """

@@ -46,10 +46,6 @@ _NO_CODE = ("`", "#", "//")
 def agreement(prediction: str, full: str) -> dict[str, float]:
     """Compares an answer with the one that the full cache gives, word by word.
 
-    Args:
-        prediction: The answer.
-        full: The full cache's answer to the same prompt.
-
     Returns:
         `rouge_l`, the F measure of their longest common subsequence: unlike the metric of this
         name, repeated words count, so that an answer that goes round in circles is seen.

@@ -41,10 +41,7 @@ def answer(
 ) -> Iterator[list[Prediction]]:
     """Answers every example in every setting, with a progress bar on stderr.
 
-    Args:
-        config: Model, scenarios, methods and budgets.
-        examples: The questions; those about one text follow each other.
-        done: Pairs of example and setting that are left out.
+    Questions about one text follow each other. Pairs in `done` are left out.
 
     Yields:
         The predictions of one example in one scenario.
@@ -131,13 +128,7 @@ class _Runner:
         return self._compress(layers, tokens, len(tokens) - len(tokens) % self.config.block_size)
 
     def _compress(self, layers: list[Layer], tokens: Sequence[int], position: int) -> _Compressed:
-        """Lets every setting choose; the first one is the full cache.
-
-        Args:
-            layers: Captured from the tokens, or from more.
-            tokens: Token ids.
-            position: How many of them are compressed.
-        """
+        """Lets every setting choose from the tokens before a position, the full cache first."""
         evictions = self.config.evictions()
         prompt = Prompt(
             layers,

@@ -10,14 +10,10 @@ _MOST_DEPTHS = 10
 
 
 def pictures(frame: pd.DataFrame) -> dict[str, Figure]:
-    """Draws what the predictions allow.
+    """Draws what scored predictions allow, by name.
 
-    Args:
-        frame: Scored predictions.
-
-    Returns:
-        Figures by name: a heat map of each method where depths are known at several lengths, and
-        the mean over budgets in each scenario.
+    A heat map of each method where depths are known at several lengths, and the mean over budgets
+    in each scenario.
     """
     found: dict[str, Figure] = {}
     for scenario, part in frame.groupby("scenario", sort=False):

@@ -20,15 +20,9 @@ from vllm_kvselect.registry import METHODS
 
 
 def write(frame: pd.DataFrame, config: EvaluationConfig, seconds: float) -> list[Path]:
-    """Writes scores, tables and pictures into the configured folder.
+    """Writes scores, tables and pictures into the configured folder, and names the files.
 
-    Args:
-        frame: Scored predictions.
-        config: What was asked.
-        seconds: How long this run took; answers of earlier runs do not count.
-
-    Returns:
-        The files written.
+    What earlier runs took does not count in `seconds`.
     """
     found = rows(frame)
     record = {

@@ -18,10 +18,6 @@ import numpy as np
 def rouge_l(prediction: str, reference: str) -> float:
     """F measure of the words that stand in common subsequences of the two texts' sentences.
 
-    Args:
-        prediction: The answer.
-        reference: The right one.
-
     Returns:
         From 0 to just below 1; 0 if either text has no sentence.
 

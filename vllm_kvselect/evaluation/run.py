@@ -42,14 +42,9 @@ RUNNERS = {"engine": served.answer, "model": off_engine.answer}
 
 
 def suite(config: EvaluationConfig, also: Sequence[Path] = ()) -> list[Path]:
-    """Answers what is not answered yet, scores all of it, and reports.
+    """Answers what is not answered yet, scores all of it, and reports, in files that it names.
 
-    Args:
-        config: What is asked.
-        also: Files with further predictions for the same examples.
-
-    Returns:
-        The files written.
+    `also` are files with further predictions for the same examples.
 
     Raises:
         EvaluationError: If something is missing, or the folder holds another evaluation.

@@ -81,12 +81,8 @@ def scored(
 
     It is that of the same scenario and way of answering; where that was not measured, of any way:
     prompts and right answers are the same. Any but the full cache is that at the same budget.
-
-    Args:
-        examples: The examples.
-        predictions: Their predictions; those of other examples are left out, and of two of the
-            same example in the same setting the later one counts.
-        against: The method that differences are to.
+    Predictions of other examples are left out; of two of one example in one setting the later one
+    counts.
 
     Returns:
         A line a prediction: the fields of `Prediction`; `task`, `length` and `depth`;

@@ -46,10 +46,7 @@ def answer(
 ) -> Iterator[list[Prediction]]:
     """Answers every example in every setting, with a progress bar on stderr.
 
-    Args:
-        config: Model or server, methods and budgets.
-        examples: The questions.
-        done: Pairs of example and setting that are left out.
+    Pairs in `done` are left out.
 
     Yields:
         The predictions of one example. By then the server's metrics have confirmed that it dropped

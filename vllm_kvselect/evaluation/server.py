@@ -55,15 +55,10 @@ def serving(
     environment: dict[str, str],
     log: Path | None = None,
 ) -> Iterator[Server]:
-    """Runs a server on a free port of the loopback interface.
+    """Runs a server on a free port of the loopback interface, with further flags of `vllm serve`.
 
-    Args:
-        console: Shows what is being waited for.
-        name: What to call the server there.
-        model: Model folder.
-        flags: Further arguments of `vllm serve`.
-        environment: The server's environment.
-        log: File for what the server says; by default one that is gone with it.
+    The console shows under a name what is waited for. What the server says goes into `log`; by
+    default it is gone with it.
 
     Raises:
         EvaluationError: If it does not come up; the message holds what its log says of that.
@@ -86,18 +81,8 @@ def running(
 ) -> Iterator[int]:
     """Runs a command that serves, with whatever it starts itself, until the block ends.
 
-    However the block ends, by Ctrl-C or SIGTERM too, no process is left behind.
-
-    Args:
-        console: As in `serving`.
-        name: As in `serving`.
-        command: The command.
-        health_url: Answers once it serves.
-        environment: Its environment.
-        log: As in `serving`.
-
-    Yields:
-        Its process id.
+    It serves once `health_url` answers. However the block ends, by Ctrl-C or SIGTERM too, no
+    process is left behind. Gives its process id; arguments are as in `serving`.
 
     Raises:
         EvaluationError: As `serving`.

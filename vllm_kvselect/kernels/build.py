@@ -76,9 +76,6 @@ def library_path() -> Path:
 def build(library: Path) -> None:
     """Compiles the library, or waits for the process that does.
 
-    Args:
-        library: Where it is to be, as `library_path` says.
-
     Raises:
         KernelError: If something is missing, the folder cannot be written or compiling fails.
     """

@@ -39,9 +39,6 @@ def load() -> Kernels:
     The first call on a machine takes about 25 s; the result is kept in torch's folder for
     extensions (`TORCH_EXTENSIONS_DIR`).
 
-    Returns:
-        The kernels, for `methods.retain`.
-
     Raises:
         KernelError: If they can be neither found nor compiled.
     """

@@ -29,12 +29,6 @@ HEAD_BY_HEAD = (knorm_scores, random_scores, streaming_llm_scores, r_kv_scores)
 def scores(kernels: Kernels, scorer: Scorer, held: Held, config: EvictionConfig) -> torch.Tensor:
     """Scores what competes.
 
-    Args:
-        kernels: What computes.
-        scorer: The reference of one layer.
-        held: What the requests hold.
-        config: Their configuration.
-
     Returns:
         `[num_rows, num_kv_heads, num_competing]`, at least float32.
     """

@@ -11,10 +11,7 @@ STORED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def multiplied_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the type in which the kernels multiply on this machine.
-
-    Args:
-        dtype: Of the keys and values, one of `STORED`.
+    """Returns the type in which the kernels multiply one of `STORED` on this machine.
 
     Returns:
         `dtype` itself, or float32: rows of a tile are then widened before they are multiplied.

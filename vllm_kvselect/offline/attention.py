@@ -66,10 +66,7 @@ def attention_replaced(
 ) -> Iterator[None]:
     """Lets every layer of a model attend by a function of ours, for a while.
 
-    Args:
-        model: A causal language model.
-        attention: Computes the attention output.
-        watcher: Sees each attention module's output, before the module goes on.
+    The watcher sees each attention module's output, before the module goes on.
 
     Raises:
         EvaluationError: If the model does not use the registry, or a layer's attention, once it

@@ -57,12 +57,7 @@ class Layer(NamedTuple):
 def capture(model: "PreTrainedModel", token_ids: list[int]) -> list[Layer]:
     """Runs the model over all tokens with the full cache and keeps what its attention reads.
 
-    Args:
-        model: A causal language model.
-        token_ids: Prompt and what follows it.
-
-    Returns:
-        The layers that attend, in order.
+    The layers that attend come in order.
 
     Raises:
         EvaluationError: If a layer's attention is not plain.

@@ -115,9 +115,6 @@ class Continuations:
         Args:
             index: The layer's place among those that attend.
             query: Scaled, `[num_rows, num_heads, num_new, head_size]`.
-
-        Returns:
-            The same shape.
         """
         own_key, own_value = self._own_keys[index], self._own_values[index]
         num_rows, num_kv_heads, num_own, head_size = own_key.shape

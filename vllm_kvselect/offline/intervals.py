@@ -13,14 +13,9 @@ Interval = tuple[float, float]
 
 
 def interval(samples: Sequence[np.ndarray], statistic: Callable[..., Any]) -> Interval | None:
-    """Percentile bootstrap of a number about samples, each of which is drawn apart.
+    """Percentile bootstrap of a number about samples, each of which is drawn apart: both its ends.
 
-    Args:
-        samples: Values, or indices of them.
-        statistic: From one draw of each sample to the number.
-
-    Returns:
-        Both ends; None where a sample has a single value, which says nothing about others.
+    None where a sample has a single value, which says nothing about others.
     """
     if min(map(len, samples)) == 1:
         return None

@@ -60,15 +60,8 @@ def kvzip_scores(
 
     As in the authors' code, the tokens that are repeated share a query's attention with the first
     ones and the replay so far alone: so the cost grows with the context's length and not with its
-    square.
-
-    Args:
-        model: The model that `layers` were captured from.
-        tokenizer: Its tokenizer.
-        layers: Captured from the context, or from more that begins with it; nothing of it is
-            computed again, unless the model keeps states.
-        context: Its token ids.
-        chunk_size: Tokens that are repeated in one go.
+    square. `layers` are captured from the context, or from more that begins with it; nothing of it
+    is computed again, unless the model keeps states.
 
     Returns:
         `[num_layers, num_kv_heads, num_tokens]`, 0 to 1, at least float32: the maximum over the

@@ -40,9 +40,6 @@ def load_model(name: str, dtype: str, device: "torch.device | None" = None) -> "
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer of a model.
 
-    Args:
-        name: As in `load_model`.
-
     Raises:
         EvaluationError: If transformers cannot load it.
     """
@@ -64,12 +61,8 @@ def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
 def chat(tokenizer: "PreTrainedTokenizerBase", message: str, system: str = "") -> str:
     """A user's message in the chat template, up to where the answer begins.
 
-    The template has the BOS token, where the model wants one.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        message: The message.
-        system: The system prompt; empty for the template's own.
+    The template has the BOS token, where the model wants one. An empty system prompt stands for the
+    template's own.
 
     Raises:
         EvaluationError: If the model has no chat template.

@@ -21,12 +21,6 @@ class Settings(BaseModel):
     def parse(cls, values: dict[str, Any]) -> Self:
         """Validates plain values, as they come from the command line.
 
-        Args:
-            values: Field names and values.
-
-        Returns:
-            The frozen settings.
-
         Raises:
             EvaluationError: If a value is not accepted; names every one.
         """
@@ -43,14 +37,8 @@ class Settings(BaseModel):
 def with_options(settings: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command the fields of settings for options, those that say how they are shown.
 
-    Lists are written with commas.
-
-    Args:
-        settings: A model, some of whose fields have a `typer.Option` or a `typer.Argument`.
-
-    Returns:
-        A decorator of the command. It gets their values by name in one mapping, and then options of
-        its own.
+    Lists are written with commas. The command gets their values by name in one mapping, and then
+    options of its own.
     """
     fields = {name: info for name, info in settings.model_fields.items() if _shown(info)}
 
@@ -96,9 +84,6 @@ def _value(field: FieldInfo, given: Any) -> Any:
 
 def refuse_context(eviction: dict[str, Any]) -> None:
     """Refuses a marked context among the settings of methods, beside scenarios.
-
-    Args:
-        eviction: Fields of `EvictionConfig`.
 
     Raises:
         EvaluationError: If it is there; says what to do.

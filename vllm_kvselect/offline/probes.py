@@ -17,10 +17,7 @@ from vllm_kvselect.scorers import ProbeFile
 def named(method: str, model: str, eviction: Mapping[str, Any]) -> str:
     """The method that is meant, `auto` being what a server of one rank would choose.
 
-    Args:
-        method: A method, or `auto`, with or without changes: `auto:alpha=0.25`.
-        model: Folder or hub name; empty for the small model.
-        eviction: What is set for all methods.
+    Changes may follow: `auto:alpha=0.25`. `eviction` is set for all methods.
     """
     name, *changes = method.split(":")
     if name != AUTO:
@@ -43,11 +40,7 @@ def _has_probe(model: str) -> bool:
 
 
 def probe_for(model: str, evictions: Iterable[EvictionConfig]) -> torch.Tensor | None:
-    """Reads a model's probe if some method needs it.
-
-    Args:
-        model: Folder or hub name; empty for the small model.
-        evictions: The methods, all with the same probe file or none.
+    """Reads the probe of a model, by its folder or hub name, if some method needs it.
 
     Returns:
         `[num_layers, num_features, num_kv_heads]`, or None where no method asks.

@@ -45,10 +45,6 @@ class Prompt(NamedTuple):
 def retained_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
     """Chooses from the full cache's queries, keys and values of every layer.
 
-    Args:
-        prompt: The prompt.
-        config: Method, budget and parameters.
-
     Returns:
         `[num_layers, num_kv_heads, num_prompt_tokens]` bool. All of it if the budget covers it.
 
@@ -68,10 +64,6 @@ def retained_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
 
 def tail_entries(prompt: Prompt, config: EvictionConfig) -> torch.Tensor:
     """Entries that no method drops: from the tail on, or all if the budget covers the prompt.
-
-    Args:
-        prompt: The prompt.
-        config: Budget and window.
 
     Returns:
         `[num_layers, num_kv_heads, num_prompt_tokens]` bool.

@@ -43,10 +43,8 @@ LayerRotation = Rotation | UnknownRotation | None
 def find_rotations(model: "PreTrainedModel", token_ids: list[int]) -> dict[int, LayerRotation]:
     """Finds the rotation of every layer that attends through transformers' registry.
 
-    Args:
-        model: A causal language model.
-        token_ids: What the model runs over. A rotation that depends on its length, and would be
-            another one with more tokens, is not found.
+    A rotation that depends on the number of tokens, and would be another one with more, is not
+    found.
 
     Returns:
         By layer; layers are missing where the model takes no positions. Tables reach to the last

@@ -202,16 +202,8 @@ def spread(
 ) -> list[AnyCase]:
     """Makes cases of a task, whose depths spread evenly over their texts.
 
-    Args:
-        task: One of `TASKS`.
-        tokenizer: The model's tokenizer.
-        texts: Texts; they are cut and strung together to the length that is asked for.
-        num_cases: Number of cases.
-        length: Tokens per prompt, question included.
-        seed: Decides texts and questions.
-
-    Returns:
-        The cases; the same arguments give the same cases.
+    Texts are cut and strung together to prompts of `length` tokens, question included. The same
+    arguments give the same cases.
 
     Raises:
         EvaluationError: If texts and length do not fit.
@@ -224,17 +216,9 @@ def spread(
 def cases_of(
     tokenizer: "PreTrainedTokenizerBase", kind: str, num_cases: int, length: int, seed: int
 ) -> list[Case]:
-    """Makes questions of a kind.
+    """Makes questions of a kind, one of `KINDS`, or a folder with texts to repeat passages of.
 
-    Args:
-        tokenizer: The model's tokenizer.
-        kind: A key of `KINDS`, or a folder with texts, of which passages have to be repeated.
-        num_cases: Number of texts, each with one question.
-        length: As of `spread`.
-        seed: Likewise.
-
-    Returns:
-        The cases; the same arguments give the same cases.
+    Arguments and result are as of `spread`.
 
     Raises:
         EvaluationError: If there is no such folder, or texts and length do not fit.

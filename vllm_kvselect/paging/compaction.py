@@ -76,11 +76,6 @@ def parts(num_elements: int, itemsize: int, num_entries: int) -> list[slice]:
     A part is some elements of *every* entry: whichever entries are written where others are read,
     no part writes what another reads.
 
-    Args:
-        num_elements: Elements of an entry.
-        itemsize: Bytes of an element.
-        num_entries: Entries that are moved.
-
     Returns:
         Elements of each part. Copies of a part take at most `MOST_BYTES`, but a part has 16 bytes
         of an entry at least: with fewer, memory would be read many times.

@@ -91,12 +91,8 @@ class Cuts(tuple[Cut, ...]):
         """Tokens that a request may take from the prefix cache at most, before its next cut.
 
         A block and all queries that the cut looks through are left to be computed: so cuts are made
-        of requests that run. There must be a cut that is not made.
-
-        Args:
-            block_size: Tokens per block.
-            window: Tokens before the cut that it looks through.
-            num_made: Cuts that are made of what is found.
+        of requests that run. There must be a cut that is not made. `num_made` cuts are made of what
+        is found.
         """
         position = self[num_made].position
         blocks = min(position // block_size - 1, (position - window) // block_size)
@@ -105,11 +101,7 @@ class Cuts(tuple[Cut, ...]):
     def most_held(self, num_tokens: int, block_size: int, num_ahead: int = 0) -> int:
         """The most blocks that a request holds until `num_tokens` are computed.
 
-        Args:
-            num_tokens: Tokens, in the end, those ahead among them.
-            block_size: Tokens per block.
-            num_ahead: Tokens for which there are blocks before they are computed: a drafter writes
-                there.
+        For `num_ahead` of these there are blocks before they are computed: a drafter writes there.
         """
         made = [cut for cut in self if cut.position < num_tokens]
         ends = [min(num_tokens, cut.position + num_ahead) for cut in made] + [num_tokens]
@@ -141,9 +133,6 @@ def cuts(
             `prompt_interval`, `keep_first`, `decode_budget` and `decode_interval` matter here.
         max_tokens: Tokens that the request may generate.
         page_size: Entries per page, of which a block has one or several; None for one.
-
-    Returns:
-        The cuts, none when nothing would be freed.
     """
     if not config.enabled:
         return Cuts()
@@ -176,14 +165,8 @@ def chunk_end(begin: int, end: int, cut: Cut, window: int, tokens_in_graph: int 
 
     Chunks end at cuts. Nobody sees the queries of a step that runs as one graph, and cuts look
     through some: so no chunk that holds tokens of the window is as short as a request's part of a
-    graph, nor leaves one that is.
-
-    Args:
-        begin: Position of its first token.
-        end: Position after its last token, at most.
-        cut: The next cut.
-        window: Tokens before the cut that it looks through.
-        tokens_in_graph: Tokens of a request in a graph of a whole step; 0 without such graphs.
+    graph, nor leaves one that is. `tokens_in_graph` are those of a request in a graph of a whole
+    step; 0 without such graphs.
 
     Returns:
         The position; `begin` if the request has to wait for a larger step. One with room for `2 *
@@ -244,13 +227,7 @@ def most_blocks(
     """The most blocks that any request with this configuration holds.
 
     What is held grows from one cut to the next. It is bounded where prompts are cut while they are
-    computed and answers while they are generated.
-
-    Args:
-        max_tokens: Tokens of the longest request, prompt and answer.
-        block_size: Tokens per block.
-        config: The configuration.
-        num_ahead: As of `Cuts.most_held`.
+    computed and answers while they are generated. `num_ahead` is as of `Cuts.most_held`.
     """
     whole = ceil(max_tokens / block_size)
     if not (config.enabled and config.prompt_interval and config.decode_budget):
@@ -269,10 +246,7 @@ def most_blocks(
 def budget_problem(max_prompt_tokens: int, page_size: int, config: EvictionConfig) -> str | None:
     """Says why a budget or an interval is too small for an engine, and what is needed, or None.
 
-    Args:
-        max_prompt_tokens: Length of the longest prompt, of which a fraction must be enough.
-        page_size: Entries per page.
-        config: The configuration.
+    A fraction must be enough of the longest prompt.
     """
     pages, entries = first_pages(config, page_size), budget_entries(max_prompt_tokens, config)
     least = config.window + pages * page_size

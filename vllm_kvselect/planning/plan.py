@@ -78,18 +78,8 @@ def plan(
     """Plans a request.
 
     The prompt's length counts, not what is known of its answer: a request that was preempted comes
-    again with more tokens, and its plan is the same.
-
-    Args:
-        server: The server's configuration.
-        params: The request's sampling parameters; None for what the server does by default.
-        token_ids: Its prompt; None if that is not made of tokens.
-        num_prompt_tokens: Length of its prompt in tokens.
-        block_size: Tokens per block.
-        page_size: As of `cuts`.
-
-    Returns:
-        The plan.
+    again with more tokens, and its plan is the same. Without parameters it asks for what the server
+    does by default; `token_ids` are None if the prompt is not made of tokens.
     """
     settings = planned_config(server, params)
     max_tokens = (params.max_tokens if params is not None else None) or 0

@@ -48,19 +48,11 @@ class Segments:
 def sparse_segments(
     num_prompt_tokens: int, request_cuts: Cuts, config: EvictionConfig
 ) -> Segments | None:
-    """Computes which segments of a prompt are sparse.
+    """Computes which segments of a prompt are sparse; None where all of them are dense.
 
     Dense are the segments that begin before `prefill_dense_until`, those that would read all blocks
     before them anyway, and those that hold one of the last `window` tokens of the prompt, or of its
     marked context: these ask what the prompt is about, and score its entries.
-
-    Args:
-        num_prompt_tokens: Length of the prompt.
-        request_cuts: The request's cuts.
-        config: Its configuration; only the `prefill` fields and `window` matter here.
-
-    Returns:
-        The segments, or None where all of them are dense.
     """
     sparse = config.of(Prefill)
     if sparse.prefill == "dense":

@@ -25,9 +25,6 @@ def most_critical(criticality: torch.Tensor, num_before: torch.Tensor, count: in
         criticality: `[num_segments, num_kv_heads, num_blocks]`, at least 0.
         num_before: Blocks before each segment, `[num_segments]` int64.
         count: Blocks to read; fewer where fewer are before the segment.
-
-    Returns:
-        The blocks.
     """
     num_segments, num_kv_heads, num_blocks = criticality.shape
     # A block behind the segment must lose even against one whose share has become 0.

@@ -79,11 +79,5 @@ def middle_of(queries: Extremes, num_kv_heads: int) -> torch.Tensor:
 
 
 def fused(current: torch.Tensor, previous: torch.Tensor | None, weight: float) -> torch.Tensor:
-    """Smooths criticality over layers, which agree on much of it.
-
-    Args:
-        current: Criticality in this layer.
-        previous: What this function returned for the sparse layer before; None for the first one.
-        weight: Share of the layers before.
-    """
+    """Smooths criticality over layers, which agree on much of it; `weight` is of those before."""
     return current if previous is None else previous * weight + current * (1 - weight)

@@ -118,11 +118,7 @@ class Probe(NamedTuple):
 
     @classmethod
     def load(cls, path: Path, model: str = "MODEL") -> Self:
-        """Reads a file.
-
-        Args:
-            path: The file.
-            model: Folder or hub name of the model, as errors put it into the command to type.
+        """Reads a file; errors put the model's folder or hub name into the command to type.
 
         Raises:
             ConfigError: If there is none, or it is no probe, or one of another version, or

@@ -20,17 +20,11 @@ _NUM_SAMPLED = 4
 def fingerprint(
     model: str, revision: str | None = None, download_dir: str | Path | None = None
 ) -> str:
-    """A hash of the first rows of a few tensors, spread over the whole model.
+    """A hash of the first rows of a few tensors, spread over the whole model: SHA-256, hexadecimal.
 
-    Of the files, not of what is made of them: data type and sharding of a process are its own.
-
-    Args:
-        model: Folder or hub name of a model that is on this machine.
-        revision: Of the model at its hub.
-        download_dir: Where models of the hub are kept; None for the hub's own cache.
-
-    Returns:
-        SHA-256 in hexadecimal.
+    Of the files of a model that is on this machine, not of what is made of them: data type and
+    sharding of a process are its own. Without `download_dir` it is looked for in the hub's own
+    cache.
 
     Raises:
         ConfigError: If there are no safetensors files.
@@ -55,15 +49,8 @@ def full_fingerprint(
     """A hash of some rows of *every* tensor, so that no layer may be another's.
 
     `fingerprint` would miss a fine-tuned layer between those that it looks at. A folder of contexts
-    must not: what a layer computed with other weights would be read.
-
-    Args:
-        model: As of `fingerprint`.
-        revision: As of `fingerprint`.
-        download_dir: As of `fingerprint`.
-
-    Returns:
-        SHA-256 in hexadecimal.
+    must not: what a layer computed with other weights would be read. Arguments are as of
+    `fingerprint`.
 
     Raises:
         ConfigError: If there are no safetensors files.

@@ -10,25 +10,12 @@ _SHIPPED = Path(__file__).parent / "shipped"
 
 
 def default_path(name: str, fingerprint: str) -> Path:
-    """Where `vllm-kvselect calibrate` writes a model's probe unless told otherwise.
-
-    Args:
-        name: Of the model, for people.
-        fingerprint: Of its weights, by which the file is found again.
-    """
+    """Where `vllm-kvselect calibrate` writes a model's probe; the fingerprint finds it again."""
     return default_cache_dir() / "probes" / f"{name}-{_short(fingerprint)}.safetensors"
 
 
 def find_probe(model: str, fingerprint: str, file: str | None) -> tuple[Probe, Path]:
     """Finds a model's probe: the file that is named, else the user's own, else the package's.
-
-    Args:
-        model: Folder or hub name.
-        fingerprint: Of its weights.
-        file: The file; None to look where probes are kept.
-
-    Returns:
-        The probe and its file.
 
     Raises:
         ConfigError: If there is none, if it cannot be read, or if it is another model's.

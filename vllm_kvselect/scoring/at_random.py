@@ -17,10 +17,6 @@ def random_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor
 
     So a preempted request retains the same entries when it is recomputed.
 
-    Args:
-        inputs: Only shapes and the layers' places are read.
-        config: Gives `seed`.
-
     Returns:
         `[num_kv_heads, num_tokens - window]`, float32 in [0, 1), multiples of 2**-24.
     """

@@ -10,9 +10,5 @@ _ELEMENTS_ON_DEVICE = 2**26
 
 
 def block_elements(device: torch.device) -> int:
-    """Elements of a block that is alive at once: memory does not grow with the prompt.
-
-    Args:
-        device: Where it is computed.
-    """
+    """Elements of a block that is alive at once: memory does not grow with the prompt."""
     return _ELEMENTS if device.type == "cpu" else _ELEMENTS_ON_DEVICE

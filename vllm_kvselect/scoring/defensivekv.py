@@ -15,10 +15,6 @@ def defensive_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Ten
     to its own mean over the tokens where it lies below (the authors' defensive aggregation).
     With `pooling` `mean` each row is pooled and rescaled to its mass first, as in their code.
 
-    Args:
-        inputs: Queries of the window and the prompt's keys.
-        config: Gives `pooling` and `kernel_size`.
-
     Returns:
         `[num_kv_heads, num_tokens - window]`, at least float32.
     """
@@ -39,10 +35,6 @@ def defensive_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Ten
 
 def mean_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Mean attention of the window and the query group, not pooled: what stage 1 sums up.
-
-    Args:
-        inputs: Queries of the window and the prompt's keys.
-        config: Has no parameter for it.
 
     Returns:
         `[num_kv_heads, num_tokens - window]`: a row, the window's share and that of

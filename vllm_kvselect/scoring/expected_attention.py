@@ -59,9 +59,7 @@ class QueryMoments:
 def expected_attention_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Scores entries by `(attention + expected_eps) * norm of the value`.
 
-    Args:
-        inputs: Keys and queries of the whole prompt, and values.
-        config: Gives `expected_eps`, `future`, `num_first` and `window`.
+    Keys and queries are those of the whole prompt.
 
     Returns:
         `[num_kv_heads, n]` for those of the tokens before the window that values cover, at least
@@ -74,15 +72,7 @@ def expected_attention_scores(inputs: ScoringInputs, config: EvictionConfig) -> 
 
 
 def expected_weights(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
-    """Scores as above without the norm of the value, for methods that take another norm.
-
-    Args:
-        inputs: As above.
-        config: Likewise.
-
-    Returns:
-        Likewise.
-    """
+    """Scores as above without the norm of the value, for methods that take another norm."""
     num_tokens = min(inputs.key.shape[1] - config.window, inputs.value.shape[1])
     expected = expected_attention(inputs, config)[:, :num_tokens]
     return expected + config.of(Expectation).expected_eps
@@ -93,10 +83,6 @@ def expected_attention(inputs: ScoringInputs, config: EvictionConfig) -> torch.T
 
     For `q ~ N(mu, Sigma)` a key's `E[exp(scale * q k)]` is `exp(scale * mu k + scale^2 * k Sigma k
     / 2)`. Softmax over the keys after the first `num_first`, mean over the query group.
-
-    Args:
-        inputs: As in `expected_attention_scores`; values are not read.
-        config: Gives `future` and `num_first`.
 
     Returns:
         `[num_kv_heads, num_tokens]`, 0 for the first `num_first`: rows sum to 1, or to what the

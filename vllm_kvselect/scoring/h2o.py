@@ -13,11 +13,8 @@ from vllm_kvselect.scoring.snapkv import window_attention
 def h2o_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Scores every entry before the window by its accumulated attention.
 
-    The sum over all queries so far that see the entry, the mean over the query group.
-
-    Args:
-        inputs: Queries and keys of the *whole* prompt.
-        config: Gives `window`.
+    The sum over all queries so far that see the entry, the mean over the query group. Queries are
+    those of the whole prompt.
 
     Returns:
         `[num_kv_heads, num_tokens - window]`, at least float32.

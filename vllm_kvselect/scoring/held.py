@@ -76,13 +76,7 @@ class Paged:
         memory: torch.Tensor,
         codes: torch.Tensor | None = None,
     ) -> Self:
-        """Stacks the constants of layers.
-
-        Args:
-            layers: Them; keys and values are not read.
-            memory: As above.
-            codes: As above.
-        """
+        """Stacks the constants of layers, whose keys and values are not read."""
         first, device = layers[0], memory.device
         rotations: dict[tuple[object, object], Rotation] = {}
         places = []
@@ -167,10 +161,9 @@ class Held:
 
     @classmethod
     def of(cls, layers: Sequence[ScoringInputs]) -> Self:
-        """What one request holds, given as tensors of its layers.
+        """What one request holds, given as tensors of its layers, in order.
 
-        Args:
-            layers: The layers, in order; shapes are the same in all. Values are of what competes.
+        Shapes are the same in all. Values are of what competes.
         """
         first = layers[0]
         num_kv_heads, num_tokens, _ = first.key.shape
@@ -244,9 +237,7 @@ class Held:
     def row(self, index: int, num: int = 1) -> ScoringInputs:
         """What a scorer may read of a row, in its request's own columns.
 
-        Args:
-            index: Which row.
-            num: More than 1 for so many layers of the request from that one on, side by side.
+        `num` layers of the request from that one on stand side by side.
         """
         request, layer = divmod(index, self.num_layers)
         missing, size = self.num_missing[request], self.block_size
@@ -277,14 +268,10 @@ class Held:
         return replace(inputs, numbers=numbers, first_position=self.positions[request])
 
     def rows(self, most_bytes: int = 0) -> Iterator[tuple[slice, ScoringInputs]]:
-        """All rows, one after the other, or layers of a request side by side.
+        """All rows, one after the other, or layers of a request side by side, each with its place.
 
-        Args:
-            most_bytes: What entries of several layers may take, where kernels read through pages;
-                fewer than those of one for row by row.
-
-        Returns:
-            Which rows, and what they hold.
+        Where kernels read through pages, `most_bytes` is what entries of several layers may take;
+        fewer than those of one are for row by row.
         """
         step = 1
         if most_bytes and self.make_paged is not None and self.paged.codes is None:

@@ -13,10 +13,6 @@ def keydiff_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tenso
     paper's score is minus the cosine: the order is the same, and
     these are not negative. No query is read, so a later question cannot change what is retained.
 
-    Args:
-        inputs: The prompt's keys.
-        config: Has no parameter for it.
-
     Returns:
         `[num_kv_heads, num_tokens - window]`, 0 to 2, at least float32.
     """

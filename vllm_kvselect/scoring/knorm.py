@@ -12,10 +12,6 @@ def knorm_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     `1 / (1 + norm)`. The paper's score is minus the L2 norm: the order is the same, and these are
     not negative. No query is read, so a later question cannot change what is retained.
 
-    Args:
-        inputs: The prompt's keys.
-        config: Has no parameter for it.
-
     Returns:
         `[num_kv_heads, num_tokens - window]`, above 0 and up to 1, at least float32.
     """

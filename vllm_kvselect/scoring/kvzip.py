@@ -13,10 +13,6 @@ from vllm_kvselect.scoring.inputs import ScoringInputs
 def replay_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Scores entries by the most attention that the replay pays them.
 
-    Args:
-        inputs: What the replay paid, and shapes.
-        config: Gives `window`.
-
     Returns:
         `[num_kv_heads, n]` for those of the tokens before the window that values cover.
     """

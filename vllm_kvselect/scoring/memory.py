@@ -14,10 +14,6 @@ class StepQueries:
     """Queries of some tokens of a batch, in all layers.
 
     One piece of memory for all requests of the step: each layer adds its part in one go.
-
-    Args:
-        tokens: The tokens in the batch.
-        num_layers: Layers of the group.
     """
 
     def __init__(self, tokens: slice | torch.Tensor, num_layers: int) -> None:
@@ -75,15 +71,9 @@ class LastQueries:
         self._pieces: list[_Piece] = []
 
     def keep(self, step: StepQueries, place: int, begin: int, end: int) -> None:
-        """Keeps the queries of neighbouring tokens.
+        """Keeps the queries of neighbouring tokens; the first has a place among the step's.
 
         Those of the same and of later positions are of drafts that were rejected.
-
-        Args:
-            step: Queries of the step that computes them.
-            place: Place of the first one among these.
-            begin: Its position.
-            end: Position after the last one.
         """
         while self._pieces and self._pieces[-1].begin >= begin:
             self._pieces.pop()

@@ -9,10 +9,6 @@ import torch
 def on_device(numbers: np.ndarray | Sequence[int], device: torch.device) -> torch.Tensor:
     """Copies a few numbers to where they are needed; nobody waits for the device.
 
-    Args:
-        numbers: The numbers; integers where they are no array.
-        device: Where they are needed.
-
     Returns:
         Shaped as they are, of their type; `[n]` int64 for a sequence.
     """

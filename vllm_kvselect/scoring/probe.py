@@ -30,12 +30,8 @@ _BLOCK_ELEMENTS = 2**19
 def probe_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Scores entries by what the probe says of them.
 
-    A token is scored when it first competes: its score is its number from then on.
-
-    Args:
-        inputs: Keys and values, rotation and probe; the scores of the first entries as numbers, if
-            they were scored before.
-        config: Gives `window`.
+    A token is scored when it first competes: its score is its number from then on. If the first
+    entries were scored before, their scores come as numbers.
 
     Returns:
         `[num_kv_heads, n]` for those of the tokens before the window that values cover, at least
@@ -58,11 +54,7 @@ def scores_with(
 
 
 def probed_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
-    """What the probe says of every token: how much a repetition of the text needs it.
-
-    Args:
-        inputs: Keys and values of neighbouring tokens, rotation and probe; queries are not read.
-        first_position: Position of the first of them.
+    """What the probe says of neighbouring tokens: how much a repetition of the text needs each.
 
     Returns:
         `[num_kv_heads, num_tokens]`, at least float32; not negative, and comparable over heads and
@@ -83,11 +75,7 @@ def probed_scores(inputs: ScoringInputs, first_position: int) -> torch.Tensor:
 
 
 def probe_features(inputs: ScoringInputs, first_position: int = 0) -> torch.Tensor:
-    """What a KV head's probe reads of every token.
-
-    Args:
-        inputs: Keys and values of neighbouring tokens, and the rotation; queries are not read.
-        first_position: Position of the first of them.
+    """What a KV head's probe reads of neighbouring tokens.
 
     Returns:
         `[num_kv_heads, num_tokens, num_features]`, at least float32: the key before its rotation,

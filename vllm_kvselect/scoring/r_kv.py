@@ -17,11 +17,7 @@ def similarities(inputs: ScoringInputs, threshold: float) -> torch.Tensor:
 
     For every key, the latest one of those that are like it, with a cosine above `threshold`, does
     not count as like it: so the latest of many repetitions is left. Blocked over keys, so that
-    memory stays bounded.
-
-    Args:
-        inputs: The keys so far, those of the window included.
-        threshold: Cosine above which two keys are alike.
+    memory stays bounded. Keys are all so far, those of the window included.
 
     Returns:
         `[num_kv_heads, num_tokens]`, at least float32; 0 for absent entries.
@@ -54,12 +50,7 @@ def r_kv_scores(
     """Scores every entry before the window by importance `I` and redundancy `R`.
 
     The paper's `Z = lam * I - (1 - lam) * R`, lifted by a constant of the head that makes it
-    nowhere negative.
-
-    Args:
-        inputs: Queries of the window and the keys so far.
-        config: Gives `r_kv_lam`, `r_kv_threshold`, `pooling` and `kernel_size`.
-        similarities: The function above, or a twin: it is nearly all of the work.
+    nowhere negative. `similarities` is the function above, or a twin: it is nearly all of the work.
 
     Returns:
         `[num_kv_heads, num_tokens - window]`, at least float32.
@@ -76,10 +67,6 @@ def importance(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
 
     The largest *logit* of the query group, and one softmax over those; mean over the window's
     queries; pooled along the tokens.
-
-    Args:
-        inputs: Queries of the window and the keys so far.
-        config: Gives `pooling` and `kernel_size`.
 
     Returns:
         `[num_kv_heads, num_tokens - window]`, at least float32.
@@ -98,9 +85,7 @@ def importance(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
 def redundancy(total: torch.Tensor, inputs: ScoringInputs) -> torch.Tensor:
     """How much each key is like the others of its head: the softmax of its mean cosine to them.
 
-    Args:
-        total: `similarities`.
-        inputs: The keys that these are of.
+    `total` are `similarities`.
 
     Returns:
         `[num_kv_heads, num_tokens]`, sums to 1; 0 for absent entries.

@@ -50,10 +50,6 @@ class Rotation:
 
         Positions beyond the tables are left out: the model has no tokens there.
 
-        Args:
-            first_position: The first of them.
-            num_positions: How many, at least 1.
-
         Returns:
             A map to `apply`; the mean of rotations is not a rotation.
         """

@@ -16,10 +16,6 @@ def snapkv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor
     Algorithm 2 of arXiv 2502.03805). Accumulates in float32, or float64 for float64 inputs.
     Options take the maximum over the group, or the mean in the pooling.
 
-    Args:
-        inputs: Queries of the window and the prompt's keys.
-        config: Gives `group_reduction`, `pooling` and `kernel_size`.
-
     Returns:
         `[num_kv_heads, num_tokens - window]`, at least float32.
     """
@@ -35,8 +31,7 @@ def snapkv_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor
 def window_attention(inputs: ScoringInputs) -> torch.Tensor:
     """Attention weights of the last tokens' queries over all tokens so far.
 
-    Args:
-        inputs: Queries, of which head `h` reads KV head `h // group`, and keys.
+    Query head `h` reads KV head `h // group`.
 
     Returns:
         `[num_kv_heads, group * num_queries, num_tokens]`: rows sum to 1, or to what the sinks leave
@@ -52,9 +47,6 @@ def window_attention(inputs: ScoringInputs) -> torch.Tensor:
 
 def window_logits(inputs: ScoringInputs) -> torch.Tensor:
     """What that attention is the softmax of, without sinks.
-
-    Args:
-        inputs: As in `window_attention`.
 
     Returns:
         `[num_kv_heads, group * num_queries, num_tokens]`, at least float32: minus infinity for what

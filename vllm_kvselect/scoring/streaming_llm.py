@@ -9,10 +9,6 @@ from vllm_kvselect.scoring.inputs import ScoringInputs
 def streaming_llm_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
     """Scores by position: the later the better. The first tokens are not said to be better here.
 
-    Args:
-        inputs: Only shapes are read.
-        config: Not read.
-
     Returns:
         `[num_kv_heads, num_tokens - window]`, float32.
     """

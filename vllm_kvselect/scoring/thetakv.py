@@ -16,9 +16,6 @@ def smoothed(
         attention: `[..., num_tokens]`.
         lam: Weight of the prior, not negative.
         num_absent: Columns that hold no token, `[...]`; None if all do.
-
-    Returns:
-        The smoothed attention, of the same shape.
     """
     prior = torch.full_like(attention[..., :1], lam / attention.shape[-1])
     if num_absent is not None:

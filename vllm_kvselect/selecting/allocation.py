@@ -110,17 +110,8 @@ def shared_pages(
 ) -> torch.Tensor:
     """Gives heads pages in proportion to their share of the best entries, without a floor.
 
-    What DefensiveKV's code does: `adaptive_pages` with a safeguard of 0.
-
-    Args:
-        scores: `[num_segments, num_heads, num_tokens]`.
-        num_packed: Packed blocks of each segment.
-        block_size: Entries per page.
-        config: Unused.
-        share_out: The function above, or a twin.
-
-    Returns:
-        As `adaptive_pages`.
+    What DefensiveKV's code does: `adaptive_pages` with a safeguard of 0; arguments and result as
+    there.
     """
     return share_out(scores, num_packed, block_size, 0, 1)
 
@@ -131,15 +122,9 @@ def pyramid_blocks(
     """Shares the packed blocks of all layers out by PyramidKV's arithmetic sequence.
 
     Budgets fall linearly from the first layer to the last, which gets a `beta`-th of the mean, at
-    least `least` blocks; the first gets no more than there are, and then the last gets more (arXiv
-    2406.02069 and the authors' code). Rounded by largest remainder, the lower layer first.
-
-    Args:
-        num_packed: Packed blocks per layer, on average.
-        num_layers: Layers that share.
-        num_blocks: Blocks before the tail, the most that a layer can fill.
-        config: Gives `beta`.
-        least: Blocks that a layer gets in any case, if that many are packed.
+    least `least` blocks if so many are packed; the first gets no more than the `num_blocks` before
+    the tail, and then the last gets more (arXiv 2406.02069 and the authors' code). `num_packed` is
+    the mean over the layers. Rounded by largest remainder, the lower layer first.
 
     Returns:
         Blocks per layer, each from 1 to `num_blocks`, with sum `num_packed * num_layers`.

@@ -72,33 +72,16 @@ class Candidates(NamedTuple):
 
 
 def by_score(candidates: Candidates, even: Sequence[int], config: EvictionConfig) -> torch.Tensor:
-    """Ranks by score alone.
-
-    Args:
-        candidates: The competing entries.
-        even: Even budget of a head in entries, of each layer; not needed here.
-        config: Has no parameter for it.
-
-    Returns:
-        `[..., num_kv_heads, num_tokens]`.
-    """
+    """Ranks by score alone."""
     return candidates.scores
 
 
 def by_product(candidates: Candidates, even: Sequence[int], config: EvictionConfig) -> torch.Tensor:
-    """Ranks by score times norm, a layer's norms over their mean.
+    """Ranks by score times L2 norm, a layer's norms over their mean.
 
     Norms grow from layer to layer, as the hidden state does that they are added to. Over their mean
     they tell a layer's entries apart and leave the balance of the layers to the scores. So the L2
     norm does as well as the L1 norm of the perturbation bound, which costs many times as much.
-
-    Args:
-        candidates: The competing entries, with L2 norms.
-        even: Even budget of a head in entries, of each layer; not needed here.
-        config: Has no parameter for it.
-
-    Returns:
-        `[..., num_kv_heads, num_tokens]`.
     """
     norms = candidates.norms
     assert norms is not None
@@ -108,16 +91,7 @@ def by_product(candidates: Candidates, even: Sequence[int], config: EvictionConf
 
 
 def by_bound(candidates: Candidates, even: Sequence[int], config: EvictionConfig) -> torch.Tensor:
-    """Ranks by smoothed attention times norm, an entry's part of the bound (ThetaKV).
-
-    Args:
-        candidates: The competing entries, with norms.
-        even: Even budget of a head in entries, of each layer; not needed here.
-        config: Gives `lam`.
-
-    Returns:
-        `[..., num_kv_heads, num_tokens]`.
-    """
+    """Ranks by smoothed attention times norm, an entry's part of the bound (ThetaKV)."""
     assert candidates.norms is not None
     attention = smoothed(candidates.stage_2, config.of(Smoothing).lam, candidates.num_absent)
     return attention * candidates.norms
@@ -129,11 +103,7 @@ def by_defence(candidates: Candidates, even: Sequence[int], config: EvictionConf
     A token's norms are divided by their sum over the layer's heads. Stage 1 takes a head's best
     entries by mean attention until `mass` of it is reached, at most the even budget; among
     themselves they are ranked by mean attention, since a head may lose some to page rounding.
-
-    Args:
-        candidates: Mean attention as scores, defensive scores as weights, with norms.
-        even: Even budget of a head in entries, of each layer.
-        config: Gives `mass`.
+    Scores are mean attention, weights the defensive scores.
 
     Returns:
         `[..., num_kv_heads, num_tokens]`, at least 2 for entries of stage 1, else at most 1.

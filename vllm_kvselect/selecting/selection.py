@@ -44,15 +44,12 @@ def stage_1_counts(budgets: torch.Tensor, alpha: float, num_first: int = 0) -> t
 
 
 def best_first(scores: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Puts the best entries of every head before all others.
+    """Makes the best scores of every head infinite, before all others.
 
     Args:
         scores: `[num_segments, num_heads, num_tokens]`; minus infinity, which stays, for what is
             not there.
         counts: How many of each head, by segment.
-
-    Returns:
-        The scores, infinite for the best.
     """
     of_segments = on_device(counts, scores.device)[:, None, None]
     is_best = (_rank(scores) < of_segments) & (scores > -inf)

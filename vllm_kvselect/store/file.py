@@ -108,9 +108,6 @@ class Stored(NamedTuple):
     def write(self, path: Path) -> None:
         """Writes all of it to a new file, down to the disk.
 
-        Args:
-            path: The file.
-
         Raises:
             OSError: If it cannot be written.
         """
@@ -166,12 +163,7 @@ def read_facts(path: Path) -> Facts:
 
 
 def _described(path: Path, content: bytes) -> tuple[str, str]:
-    """The facts of a file as they stand there, and the checksum.
-
-    Args:
-        path: The file.
-        content: All of it, or its header at least.
-    """
+    """The facts of a file as they stand in its header, and the checksum."""
     length = int.from_bytes(content[:8], "little")
     if Place.of(path.name) is None:
         raise FileError("it has no name of ours")

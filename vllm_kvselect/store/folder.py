@@ -37,12 +37,7 @@ class Entry(NamedTuple):
 
 
 class Folder:
-    """A folder of contexts.
-
-    Args:
-        path: The folder.
-        max_bytes: Bytes that its files may take; None for any number.
-    """
+    """A folder of contexts, whose files may take so many bytes, or any number."""
 
     def __init__(self, path: Path, max_bytes: int | None = None) -> None:
         self.path, self._max_bytes = path, max_bytes
@@ -85,13 +80,9 @@ class Folder:
         return stored
 
     def write(self, stored: Stored) -> bool:
-        """Writes a context, complete or not at all. The least recently used ones make room.
+        """Writes a context, complete or not at all; whether there was room.
 
-        Args:
-            stored: The context.
-
-        Returns:
-            Whether there was room.
+        The least recently used ones make room.
 
         Raises:
             OSError: If it cannot be written.
@@ -136,10 +127,7 @@ class Folder:
             self.remove(ranks)
 
     def remove(self, entries: Iterable[Entry]) -> int:
-        """Removes files; those that another process removed before are gone all the same.
-
-        Returns:
-            How many files went.
+        """Removes files and counts them; what another process removed before is gone all the same.
 
         Raises:
             OSError: If one cannot be removed.

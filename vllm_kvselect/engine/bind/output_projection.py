@@ -42,9 +42,6 @@ def find_output_projections(
     Not seen: a module that cannot be called and whose gate has another name, and what is done to
     the output behind the projection.
 
-    Returns:
-        Output projections by the attention layer's name.
-
     Raises:
         ConfigError: If a layer has none, several, or one that does not read the attention's output.
     """
@@ -137,16 +134,6 @@ def materialise(
 
     The quantisation method is applied directly: without the bias and, under tensor parallelism,
     without the all-reduce, since a head's norm needs only the rows of its own rank.
-
-    Args:
-        layer: The output projection, loaded.
-        num_kv_heads: KV heads on this rank.
-        head_size: Elements per value.
-        dtype: Activation dtype.
-        device: Where the layer lives.
-
-    Returns:
-        The projection by KV head.
     """
     identity = torch.eye(layer.input_size_per_partition, dtype=dtype, device=device)
     matrix = layer.quant_method.apply(layer, identity)

@@ -23,13 +23,7 @@ def find_probes(
     layers: Iterable[tuple[str, Attention]],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Reads the model's probe, once its weights are on this machine.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        file: The probe's file, or None for the one that fits the weights.
-        layers: Attention layers of this rank, by name.
-        device: Where they are.
+    """Reads the model's probe, of a file or the one that fits its weights, which are here by then.
 
     Returns:
         By the layer's name, the part of its own KV heads, `[num_features, num_kv_heads]`.

@@ -10,11 +10,7 @@ from torch import nn
 
 
 class ReachedError(Exception):
-    """Stops a trial run where what it is about is reached.
-
-    Args:
-        *given: Tensors that were given to it.
-    """
+    """Stops a trial run where what it is about is reached, and has the tensors given to it."""
 
     def __init__(self, *given: torch.Tensor) -> None:
         self.given = given
@@ -50,14 +46,9 @@ def arguments(
 def standing_in(
     attention: nn.Module, forward: Callable[..., Any], parent: nn.Module
 ) -> Iterator[None]:
-    """Replaces an attention layer for a while, and takes adapters off.
+    """Lets a function stand in for the attention layer of a module for a while; takes adapters off.
 
     With LoRA, vLLM wraps linear layers, and the wrappers read what only a step of the engine sets.
-
-    Args:
-        attention: The attention layer.
-        forward: Called instead, with its arguments.
-        parent: The module that holds it.
     """
     with ExitStack() as stack:
         stack.enter_context(in_place_of(attention, forward))

@@ -78,16 +78,7 @@ class HeadwiseCPUAttentionImpl(HeadwiseImpl, CPUAttentionBackendImpl):
         schedules: Schedules,
         kernels: Kernels,
     ) -> None:
-        """Connects the layer to its group.
-
-        Args:
-            layer_index: The place of its cache in the group.
-            layer: vLLM's attention layer, with its cache and its scales.
-            state: State of the group's layers.
-            codec: Inner order of the pages.
-            schedules: The kernel's work plans.
-            kernels: What computes the parts of a choice.
-        """
+        """Connects the layer to its group."""
         self._connect(layer_index, layer, state, kernels)
         self._codec, self._schedules = codec, schedules
         self._keys_of_bytes = codec.numbers(layer._k_scale_float)

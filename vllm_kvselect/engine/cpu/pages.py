@@ -62,16 +62,7 @@ def write_entries(
 
 
 class PageCodec:
-    """The inner order of pages of one kernel, dtype and shape.
-
-    Args:
-        isa: The kernel's instruction set.
-        dtype: Data type of the model, and of the cache unless that is quantised.
-        page_size: Entries per page.
-        head_size: Elements per key and per value.
-        kernels: What computes the parts of a choice.
-        cache_dtype: The layers' `--kv-cache-dtype`.
-    """
+    """The inner order of pages of one kernel, dtype and shape."""
 
     def __init__(
         self,
@@ -90,10 +81,7 @@ class PageCodec:
         self._keys, self._values = (_Places.of(places, itemsize) for places in learned)
 
     def numbers(self, scale: float) -> torch.Tensor | None:
-        """What the bytes of a quantised cache stand for.
-
-        Args:
-            scale: The layer's scale of keys, or of values.
+        """What the bytes of a quantised cache stand for, with the layer's scale of keys or values.
 
         Returns:
             `[256]`, of the model's dtype; None if the cache is not quantised.

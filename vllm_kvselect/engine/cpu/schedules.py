@@ -16,10 +16,6 @@ class Schedules:
     A plan shares out whole tiles among threads; within one the kernel stops at a token's own
     position. So a plan for lengths up to the ends of their tiles holds until one is full. All
     sequences of a row fill theirs in the same step, since their pages are whole tiles.
-
-    Args:
-        isa: The kernel's instruction set.
-        cache_dtype: The layers' `--kv-cache-dtype`.
     """
 
     def __init__(self, isa: str, cache_dtype: str = "auto") -> None:

@@ -94,8 +94,7 @@ class Trial(NamedTuple):
     def takes_any_order(self, sharing: Sharing | None = None) -> bool:
         """Whether the operator gives, bit for bit, what vLLM's function gives in order.
 
-        Args:
-            sharing: How it is told to share sequences out; None where it finds out.
+        It is told how to share sequences out, or finds out where it is not.
         """
         if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
             return False
@@ -141,11 +140,7 @@ class Trial(NamedTuple):
         return torch.equal(*outputs)
 
     def sharing(self, most_parts: int) -> Sharing | None:
-        """How the operator shares out sequences; None if its own schedules are not as we know.
-
-        Args:
-            most_parts: Of a sequence.
-        """
+        """How the operator shares out sequences, each in `most_parts` at most; None if unknown."""
         own = [self._schedule(lengths, most_parts) for lengths in SHARED]
         num_vectors, tile = len(own[0]) - 1, 16 * max(own[0][1].count(1), 1)
         sharing = Sharing(tile, num_compute_units(self.device.index), most_parts, num_vectors)

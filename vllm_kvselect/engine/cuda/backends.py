@@ -19,11 +19,7 @@ _MOST_ELEMENTS = 2**31
 
 
 def choose_backend(vllm_config: VllmConfig) -> AttentionBackendEnum:
-    """The first of our backends that takes the model here; the first of all if none does.
-
-    Args:
-        vllm_config: vLLM's finished configuration, in which the user names no backend.
-    """
+    """The first of our backends that takes the model here; the first of all if none does."""
     ours = [*PLATFORMS["cuda"].backends]
     return next((backend for backend in ours if not reasons_against(backend, vllm_config)), ours[0])
 

@@ -224,12 +224,7 @@ class CudaMetadataBuilder(HeadwiseBuilder):
             self.graph_queries.hand_over()
 
     def _any_order(self, layers: Sequence[Any], kernels: Kernels) -> tuple[bool, Sharing | None]:
-        """Whether attention takes sequences of one query in any order, and how shared out.
-
-        Args:
-            layers: The group's layers.
-            kernels: What computes orders.
-        """
+        """Whether attention takes sequences of one query in any order, and how shared out."""
         return False, None
 
     def _max_num_splits(self, in_graph: bool) -> int:

@@ -9,14 +9,6 @@ class GraphQueries:
     """All queries of such a step, in one buffer; a graph holds the copies into it.
 
     What rounds will look through is taken out of it before the next step overwrites it.
-
-    Args:
-        num_layers: Layers of the group.
-        num_rows: Most rows of a step, of one token each.
-        num_heads: Query heads on this rank.
-        head_size: Elements of a query.
-        dtype: Of queries, as scorers take them.
-        device: Where they are.
     """
 
     def __init__(

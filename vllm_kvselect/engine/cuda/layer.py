@@ -70,13 +70,7 @@ class CudaImpl(HeadwiseImpl):
     ) -> None:
         """Connects the layer to its group; called once the cache is allocated and weights loaded.
 
-        Args:
-            layer_index: The place of its cache in the group.
-            layer: vLLM's attention layer, with its cache and its scales.
-            state: State of the group's layers.
-            tables: Page tables of the group's layers.
-            dtype: The model's dtype, in which quantised keys and values are scored.
-            kernels: What computes the parts of a choice.
+        Quantised keys and values are scored in `dtype`, the model's.
         """
         self._connect(layer_index, layer, state, kernels)
         self._tables, self._dtype = tables, dtype

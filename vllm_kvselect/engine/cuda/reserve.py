@@ -33,17 +33,8 @@ def choice_bytes(
     """Bytes that the cuts of a step take, whichever of the methods their requests have.
 
     All layers of the requests of a pass are chosen from at once, so numbers are of all their
-    entries. What is moved is copied in parts.
-
-    Args:
-        methods: Methods that requests may run with.
-        spec: The cache of a layer.
-        num_layers: Layers of the group.
-        num_tokens: Tokens of the longest prompt.
-        group: Query heads of a KV head.
-        window: Tokens of the observation window.
-        dtype: The model's.
-        num_requests: Requests that may be due at once.
+    entries. What is moved is copied in parts. `num_tokens` are those of the longest prompt, `group`
+    the query heads of a KV head, `num_requests` as many as may be due at once.
     """
     of_layer = spec.num_kv_heads * num_tokens
     longest = num_layers * of_layer

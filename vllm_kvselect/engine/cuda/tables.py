@@ -39,15 +39,7 @@ class HeadwiseTables:
     A captured graph reads these tensors again and again. `decode_batch` refills what differs from
     step to step, outside graphs; `of_layer` launches kernels, and may be captured. There is room
     for the tables of one layer with as many rows as may run, or of more layers with fewer rows.
-
-    Args:
-        state: State of the group's layers.
-        max_num_seqs: Requests that run at once.
-        max_model_len: Longest request.
-        block_size: Tokens per block.
-        kernels: What computes the parts of a choice.
-        any_order: Whether attention takes the sequences of one query in any order.
-        sharing: How it shares them out, if it may be told.
+    Attention may take the sequences of one query in any order, and be told how to share them out.
     """
 
     def __init__(
@@ -96,14 +88,6 @@ class HeadwiseTables:
 
         Rows without a cut, and those that pad the batch to a captured size, get the identity
         table: no packed pages, which is what the state has for the null block.
-
-        Args:
-            decodes: The rows.
-            common: vLLM's metadata; its tensors are those that a graph has captured.
-            num_splits: As in `HeadwiseBatch`.
-
-        Returns:
-            All rows, in buffers of this object.
         """
         num_rows, table = common.num_reqs, common.block_table_tensor
         if decodes is not self._filled_with:
@@ -140,10 +124,8 @@ class HeadwiseTables:
     def of_layer(self, index: int, batch: HeadwiseBatch, again: bool = False) -> PageTable:
         """The page table of one layer, built together with those of the layers behind it.
 
-        Args:
-            index: The layer's place in the group.
-            batch: The batch, which learns the order of its sequences from its first layer.
-            again: Whether the layer reads the cache of one that came before it.
+        The batch learns the order of its sequences from its first layer. One layer comes `again`
+        where it reads the cache of one before it.
 
         Returns:
             `[num_rows * num_kv_heads, width]` pages and their lengths.

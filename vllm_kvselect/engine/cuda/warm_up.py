@@ -26,13 +26,7 @@ from vllm_kvselect.scoring.memory import StepQueries
 
 
 def warm_up(builder: CudaMetadataBuilder, methods: Iterable[str], eviction: EvictionConfig) -> None:
-    """Packs made-up prompts in all layers of a group, makes rounds, prefills sparsely, decodes.
-
-    Args:
-        builder: The group's builder, started.
-        methods: Methods that requests may run with.
-        eviction: The server's configuration.
-    """
+    """Packs made-up prompts in all layers of a group, makes rounds, prefills sparsely, decodes."""
     for method in methods:
         update: dict[str, Any] = {"method": method, "prefill": "dense", "context": None}
         if "budget" in eviction.allow_override:  # as little as a request may ask for
@@ -98,14 +92,7 @@ def _prefill(builder: CudaMetadataBuilder, request: Request) -> None:
 
 
 def _step(builder: CudaMetadataBuilder, request: Request, num_tokens: int, num_new: int) -> None:
-    """Computes tokens of a request in one step.
-
-    Args:
-        builder: The group's builder.
-        request: The request.
-        num_tokens: Its tokens after the step.
-        num_new: Its tokens in the step.
-    """
+    """Computes the last `num_new` of so many tokens of a request in one step."""
     request.num_computed = num_tokens - num_new
     dtype = builder.vllm_config.model_config.dtype
     with builder.serving(request):

@@ -18,14 +18,7 @@ _TILE = 64
 
 
 def problems(vllm_config: VllmConfig) -> list[str]:
-    """What stands against taking xformers for the decode call.
-
-    Args:
-        vllm_config: vLLM's finished configuration.
-
-    Returns:
-        One sentence for each problem, with what to do.
-    """
+    """What stands against taking xformers for the decode call: a sentence each, with what to do."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     head_size = model.get_head_size()
     reasons = {

@@ -55,15 +55,7 @@ class DropLayer(HeldLayer, Protocol):
 
 
 class Drop:
-    """The next cuts of some requests.
-
-    Args:
-        requests: The requests, with equal settings.
-        layers: The layers of the group that choose, in order.
-        state: State of the group's layers.
-        page_size: Entries per page.
-        make_paged: Gives the memory for kernels that read through pages; None where none do.
-    """
+    """The next cuts of some requests with equal settings."""
 
     def __init__(
         self,

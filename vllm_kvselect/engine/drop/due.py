@@ -21,13 +21,7 @@ LEAST_COLUMNS = 4096
 
 
 class DueDrops:
-    """Makes cuts, in all layers of a group.
-
-    Args:
-        layers: The layers that choose, in order.
-        state: State of the group's layers.
-        page_size: Entries per page.
-    """
+    """Makes cuts, in all layers of a group that choose."""
 
     drop_class = Drop
 
@@ -37,8 +31,7 @@ class DueDrops:
     def make(self, due: Sequence[Request]) -> None:
         """Makes the next cuts of some requests, those with equal settings in one pass if they may.
 
-        Args:
-            due: The requests, in the order in which they got their fresh blocks.
+        They come in the order in which they got their fresh blocks.
         """
         if not due:
             return

@@ -14,10 +14,6 @@ def followed_layers(num_choosing: int, num_following: int) -> list[int]:
     A drafter of one layer, as EAGLE's, follows the last one, which is the nearest to the logits
     that it imitates. One with as many layers as its target follows each.
 
-    Args:
-        num_choosing: Layers of the target.
-        num_following: Layers of the drafter.
-
     Returns:
         An index from 0 to `num_choosing - 1` for each of the drafter's layers, ascending.
     """

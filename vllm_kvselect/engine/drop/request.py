@@ -113,12 +113,7 @@ class Request:
         self.progress, self.num_computed = Progress(sparse=sparse), 0
 
     def begin(self, num_computed: int, found: Found | None) -> None:
-        """Begins, for the first time or again, with what the scheduler found for it.
-
-        Args:
-            num_computed: Tokens that are computed already.
-            found: The state that they came with, if any.
-        """
+        """Begins, for the first time or again, with what the scheduler found for it."""
         self.pause()
         if found is not None:
             self.progress.num_made, self.progress.num_found = found.num_made, num_computed
@@ -147,11 +142,6 @@ RequestsOf = Callable[[CommonAttentionMetadata], list[Request]]
 
 class LiveRequests:
     """Follows the scheduler's messages: a request is known from its first step to its end.
-
-    Args:
-        eviction: The server's configuration.
-        block_size: Tokens per block.
-        page_size: Entries per page; None for those of a block.
 
     Attributes:
         per_block: Kernel blocks of a block.

@@ -41,16 +41,8 @@ class RetentionState(PageOffsets):
 
     `stopwatch` times cuts, `estimate_stopwatch` the choice of blocks that sparse segments read.
     `completed` lists the cuts that were made for the first time since the worker last took it, for
-    its report.
-
-    Args:
-        num_blocks: Kernel blocks of the KV cache.
-        num_layers: Layers of the group.
-        num_kv_heads: KV heads on this rank.
-        device: Where keys and values are.
-        num_following: Layers at the group's end that choose nothing themselves: a drafter's.
-        per_block: Kernel blocks of a block of the scheduler's.
-        page_size: Entries of a page whose numbers are kept; 0 for none.
+    its report. The last `num_following` layers choose nothing themselves: a drafter's. Numbers are
+    kept of pages of `page_size` entries; of none where that is 0.
 
     Attributes:
         num_choosing: Layers before these.
@@ -90,11 +82,7 @@ class RetentionState(PageOffsets):
         self.numbers[pages] = numbers.view(len(pages), -1).to(self.numbers.dtype)
 
     def go_on(self, found: Sequence[tuple[Request, int]]) -> None:
-        """Takes note of how many pages is packed of what requests go on from.
-
-        Args:
-            found: Requests, each with the id of its first packed block.
-        """
+        """Takes note of how many pages are packed of what requests go on from, by first block."""
         found = [(request, key) for request, key in found if request.next_cut is not None]
         if found:
             keys = async_tensor_h2d(
@@ -117,12 +105,7 @@ class RetentionState(PageOffsets):
         self.num_evicted = 0
 
     def complete(self, made: Sequence[tuple[Request, Cut]], keys: torch.Tensor) -> None:
-        """Takes note that the next cuts of requests are made, and their offsets are stored.
-
-        Args:
-            made: Requests, each with its cut.
-            keys: As of `store`.
-        """
+        """Takes note that the next cuts of requests are made, and their offsets are stored."""
         longest_runs: Sequence[Arriving | None] = [None] * len(made)
         if any(cut is not request.plan.cuts[-1] for request, cut in made):
             longest_runs = self._longest_runs(keys)

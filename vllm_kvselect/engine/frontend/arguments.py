@@ -35,11 +35,8 @@ def from_cli_args(engine_args: EngineArgs, args: argparse.Namespace) -> None:
     """Hands the options to the engine: they travel to every process in `additional_config`.
 
     With several API servers vLLM gives each of them the command line before it loads plugins there,
-    so the options are written there too, as if they had come in `--additional-config`.
-
-    Args:
-        engine_args: vLLM's engine arguments, changed in place.
-        args: The parsed command line, changed in place.
+    so the options are written there too, as if they had come in `--additional-config`. Both
+    arguments are changed in place.
 
     Raises:
         ConfigError: If the file is unreadable, or `--additional-config` says something else.
@@ -115,9 +112,6 @@ def _mapping(settings: object) -> dict[str, Any]:
 def before_engine_config(engine_args: EngineArgs) -> None:
     """Validates the request and fills in what the user left open.
 
-    Args:
-        engine_args: vLLM's engine arguments, changed in place.
-
     Raises:
         ConfigError: If the values are not accepted.
     """
@@ -128,10 +122,6 @@ def before_engine_config(engine_args: EngineArgs) -> None:
 
 def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> None:
     """Checks vLLM's finished configuration and makes its workers ours.
-
-    Args:
-        engine_args: vLLM's engine arguments.
-        vllm_config: Their configuration, changed in place.
 
     Raises:
         ConfigError: If something cannot be honoured.
@@ -156,11 +146,6 @@ def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
 
 
 def choose_scheduler(scheduling: SchedulerConfig, eviction: EvictionConfig) -> None:
-    """Takes our scheduler.
-
-    Args:
-        scheduling: vLLM's configuration of the scheduler, changed in place.
-        eviction: The validated configuration.
-    """
+    """Takes our scheduler."""
     schedulers = _CHECKED_SCHEDULERS if eviction.check_integrity else _CUT_SCHEDULERS
     scheduling.scheduler_cls = schedulers[bool(scheduling.async_scheduling)]

@@ -31,10 +31,6 @@ def provisional(settings: dict[str, Any]) -> dict[str, Any]:
 def choose(vllm_config: VllmConfig, eviction: EvictionConfig) -> tuple[EvictionConfig, str]:
     """Takes the first of `PREFERRED` with nothing against it.
 
-    Args:
-        vllm_config: vLLM's finished configuration.
-        eviction: What is asked for, with the provisional method.
-
     Returns:
         The configuration with that method, and with an interval where states can be found and none
         was asked for; and a sentence on which they are and why.

@@ -27,10 +27,6 @@ class EvictionStatLogger(AggregateStatLoggerBase):
     say by how much something has changed, and what front ends have counted is summed. A single one
     also hears that nobody is served any more: offline no step follows in which workers would say
     what that leaves.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        engine_indexes: Engines whose reports come to this front end.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:

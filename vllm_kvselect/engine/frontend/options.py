@@ -17,10 +17,8 @@ _NEEDED = {"context_store_bytes": {"context_store": "folder"}}
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Adds the options to vLLM's parser: operators' in a group that experts' follow in their own.
 
-    vLLM sorts each group by names, and shows one for `--help=` with its title.
-
-    Args:
-        parser: vLLM's parser; parsed values appear as `kv_eviction_*`, None where not given.
+    vLLM sorts each group by names, and shows one for `--help=` with its title. Parsed values appear
+    as `kv_eviction_*`, None where not given.
     """
     operators = parser.add_argument_group(
         title="KV-Eviction",

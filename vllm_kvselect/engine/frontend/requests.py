@@ -42,23 +42,13 @@ class RequestRefusedError(VLLMValidationError, ValueError):
 
 
 def keep_full_cache(engine: Any, params: Any) -> None:
-    """Lets a step of a beam search keep the full cache: nobody asks which settings it shall have.
-
-    Args:
-        engine: vLLM's `AsyncLLM` or `LLMEngine`.
-        params: The step's sampling parameters, which vLLM has made for it.
-    """
+    """Lets a step of a beam search keep the full cache: nobody asks what settings it shall have."""
     if requested(engine.vllm_config) is not None:
         params.extra_args = FULL_CACHE
 
 
 def check_request(engine: Any, prompt: Any, params: Any) -> None:
     """Refuses a request whose settings the engine cannot honour.
-
-    Args:
-        engine: vLLM's `AsyncLLM` or `LLMEngine`.
-        prompt: The prompt, or a whole `EngineCoreRequest`.
-        params: Its sampling parameters.
 
     Raises:
         RequestRefusedError: With the reason and what to do.
@@ -121,11 +111,6 @@ async def check_body(engine: Any, request: Any) -> None:
 
 async def check_dropped_fields(engine: Any, request: Any, raw_request: Any) -> None:
     """Refuses settings in fields of an HTTP request that its validated body no longer has.
-
-    Args:
-        engine: The server's `AsyncLLM`.
-        request: The validated body, of a kind that drops fields that vLLM does not know.
-        raw_request: What it was made of, read and parsed before; None where there was no HTTP.
 
     Raises:
         RequestRefusedError: With the reason and what to do.

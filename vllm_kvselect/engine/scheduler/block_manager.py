@@ -198,10 +198,6 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
     def find_state(self, request: Request, max_tokens: int | None = None) -> list[KVCacheBlock]:
         """Finds what an earlier request left of a request's beginning.
 
-        Args:
-            request: The request about to be scheduled, which takes what is found.
-            max_tokens: Tokens that it may take; None for any.
-
         Returns:
             The first blocks of its table, null blocks where entries were dropped; empty if no state
             is there.
@@ -388,9 +384,6 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
 
         vLLM would reuse them last: they were given back last. What idle sessions have left would be
         gone before.
-
-        Args:
-            num_blocks: Blocks that are about to be taken.
         """
         if num_blocks <= 0 or not self._superseded:
             return

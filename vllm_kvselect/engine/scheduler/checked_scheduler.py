@@ -104,12 +104,8 @@ def mend(
     """Puts the counts of the blocks concerned right, and forgets what they and their owners hashed.
 
     Afterwards the requests concerned can be finished as any other, and no block that is wrong is
-    found by its hash. Only for requests that are finished next: their entries may be wrong.
-
-    Args:
-        kv: The manager in which they were found.
-        requests: The scheduler's unfinished requests by their ids; what others hold is freed.
-        violations: What `find_violations` returned.
+    found by its hash. Only for requests that are finished next: their entries may be wrong. What
+    others hold is freed.
     """
     managers, pool = kv.coordinator.single_type_managers, kv.block_pool
     named = {block_id for violation in violations for block_id in violation.block_ids}

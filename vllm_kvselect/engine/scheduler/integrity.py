@@ -138,11 +138,7 @@ def written_violations(
 ) -> list[Violation]:
     """Checks what a step is about to write, of the layers that drop entries.
 
-    Args:
-        manager: Their manager.
-        requests: The scheduler's unfinished requests by their ids.
-        scheduled: The step.
-        before: What `names_of` gave before it was scheduled.
+    `before` is what `names_of` gave before it was scheduled.
     """
     found, now, size = [], names_of(manager), manager.block_size
     begun = {new.req_id for new in scheduled.scheduled_new_reqs}

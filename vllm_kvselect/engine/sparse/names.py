@@ -23,16 +23,8 @@ def sparse_names(
     Blocks before the first sparse segment are as stock vLLM computes them, and keep their hash. The
     queries of a whole segment choose what it reads: so each of its blocks is named by all of its
     tokens. Where the sparse segments end depends on the prompt's length, and the blocks behind them
-    are named by it.
-
-    Args:
-        hashes: vLLM's hashes of the prompt's full blocks.
-        block_size: Tokens per hash, a divisor of the segments' size.
-        segments: The sparse segments of the prompt.
-        config: The request's configuration.
-
-    Returns:
-        The names. vLLM makes the hash of any later block from the last one.
+    are named by it. vLLM makes the hash of any later block from the last one. `block_size`, tokens
+    per hash, divides the segments' size.
     """
     # What of it the choice of blocks depends on.
     fields = (each for each in config.model_dump().items() if each[0].startswith("prefill"))

@@ -34,12 +34,7 @@ class SparseLayer(Protocol):
 
 
 class KeyBlocks:
-    """What stands for the blocks of a prompt's keys in one layer, in memory taken once.
-
-    Args:
-        num_blocks: Blocks that a sparse segment of the prompt may read.
-        block: Tokens of a block.
-    """
+    """What stands for the blocks of a prompt's keys in one layer, in memory taken once."""
 
     def __init__(self, num_blocks: int, block: int) -> None:
         self._num_blocks, self._block = num_blocks, block

@@ -132,17 +132,7 @@ class SparseBatch(OneHeadBatch):
 def sparse_rows(
     rows: Rows, prefills: Sequence[SparsePrefill | None], block_table: torch.Tensor, page_size: int
 ) -> dict[int, SparseRow]:
-    """The sparse segments of a batch.
-
-    Args:
-        rows: The batch.
-        prefills: What is kept of each row's request, None where nothing is.
-        block_table: Block ids of its rows.
-        page_size: Entries per page.
-
-    Returns:
-        Those of each row that has any, by its index.
-    """
+    """The sparse segments of a batch, by row; `block_table` has its rows' block ids."""
     found = {}
     for row, prefill in enumerate(prefills):
         if prefill is None:
@@ -165,13 +155,7 @@ def sparse_rows(
 
 
 def sparse_batch(rows: list[SparseRow], max_seq_len: int, num_kv_heads: int) -> SparseBatch:
-    """Puts the sparse segments of some rows into one batch.
-
-    Args:
-        rows: The rows.
-        max_seq_len: Upper bound on the tokens that a segment reads.
-        num_kv_heads: KV heads on this rank.
-    """
+    """Puts the sparse segments of some rows into one batch."""
     device = rows[0].block_ids.device
     lens = np.repeat([row.starts.step for row in rows], [len(row.starts) for row in rows])
     starts = np.concatenate(

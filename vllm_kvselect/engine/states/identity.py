@@ -38,16 +38,10 @@ class StoreIdentity:
 def store_identity(
     vllm_config: VllmConfig, eviction: EvictionConfig, layout: str, reads_probe: bool
 ) -> StoreIdentity:
-    """Asks for everything once the model is loaded.
+    """Asks for everything once the model is loaded; the same on all ranks.
 
-    Args:
-        vllm_config: vLLM's configuration.
-        eviction: The validated configuration of eviction.
-        layout: How the attention kernel lays out a page.
-        reads_probe: Whether some method reads the model's probe.
-
-    Returns:
-        The same on all ranks.
+    `layout` is how the attention kernel lays out a page; `reads_probe`, whether some method reads
+    the model's probe.
 
     Raises:
         ConfigError: If the weights cannot be told from others.

@@ -47,14 +47,7 @@ class _Pending:
 
 
 class ContextLoads:
-    """The scheduler's side of a folder of contexts.
-
-    Args:
-        eviction: The server's configuration, with a folder.
-        identity: What the workers' files belong to.
-        pool: vLLM's block pool.
-        names: Names of contexts in the pool.
-    """
+    """The scheduler's side of a folder of contexts."""
 
     def __init__(
         self, eviction: EvictionConfig, identity: StoreIdentity, pool: BlockPool, names: StateNames
@@ -111,11 +104,7 @@ class ContextLoads:
         return untold
 
     def finish(self, loaded: dict[int, bool]) -> None:
-        """Takes over what all workers say of loads.
-
-        Args:
-            loaded: Whether the context is in its blocks now, by the load's number.
-        """
+        """Takes over what all workers say of loads, by number: whether each is in its blocks."""
         for number, is_whole in loaded.items():
             # One that was dropped since is none of our blocks' business any more.
             if (load := self._pending.pop(number, None)) is None:

@@ -46,11 +46,6 @@ class StateNames:
     rounding. They are found together with those behind them up to the cut, or not at all. Others
     have vLLM's names, which say what they were computed from (`salts_of`).
 
-    Args:
-        pool: vLLM's block pool.
-        group_id: The group of layers.
-        block_size: Tokens per block.
-
     Attributes:
         are_cut_again: Whether what is found may be cut again.
         has_new: Whether states were named since `held` was asked last.
@@ -133,10 +128,7 @@ class StateNames:
         """Names the packed blocks of a state that a request leaves, unless there are others.
 
         A step of the request packs them at its beginning: so a request of that very step may read
-        them.
-
-        Returns:
-            Whether they have got their names now.
+        them. Says whether they have got their names now.
         """
         if request.request_id not in self._sharing or self.is_there(request, plan, index):
             return False
@@ -151,24 +143,13 @@ class StateNames:
     def take(self, request: Request, plan: Plan, index: int, blocks: list[KVCacheBlock]) -> None:
         """Names blocks that were filled from elsewhere, unless there are others.
 
-        Args:
-            request: A request that may read them.
-            plan: Its plan.
-            index: Which of its states.
-            blocks: Those of the whole state, from the first packed one up to the cut.
+        They are those of the whole state, from the first packed one up to the cut.
         """
         if not self.is_there(request, plan, index):
             self._name_all(request, plan, index, blocks)
 
     def is_named(self, request: Request, plan: Plan, index: int, block: KVCacheBlock) -> bool:
-        """Whether a block has the name that is due at its place.
-
-        Args:
-            request: A request that holds it.
-            plan: Its plan.
-            index: Its place in the request's block table.
-            block: The block.
-        """
+        """Whether a block has the name that is due at its place in a request's block table."""
         end = (index + 1) * self._block_size
         if request.num_computed_tokens < end or index >= len(request.block_hashes):
             return False
@@ -309,8 +290,6 @@ def _salts(eviction: EvictionConfig, cuts: Cuts, hash_size: int) -> tuple[tuple[
 def settings_of_the_choice(eviction: EvictionConfig, *but: str) -> str:
     """What decides what is retained inside a prompt besides its tokens and its cuts, as text.
 
-    Args:
-        eviction: The request's configuration.
-        *but: Fields that are left out, too.
+    `but` are fields that are left out, too.
     """
     return eviction.model_dump_json(exclude={*_NOT_OF_THE_CHOICE, *but})

@@ -16,9 +16,7 @@ from vllm.v1.request import Request
 def salt_hashes(request: Request, salts: Mapping[int, bytes]) -> None:
     """Salts the hashes of a request's blocks, also of those to come. Called once, when it arrives.
 
-    Args:
-        request: A new request.
-        salts: What is mixed in from a hash of an index on, until the next one, by these indices.
+    Each salt is mixed in from the hash of its index on, until the next one.
     """
     hasher = request._block_hasher
     if hasher is None or not salts:

@@ -41,14 +41,7 @@ class StoredContexts:
         eviction: EvictionConfig,
         vllm_config: VllmConfig,
     ) -> Self:
-        """Connects the layers of a group to the folder.
-
-        Args:
-            kv_cache: The cache of one of them.
-            state: Their state.
-            eviction: The validated configuration, with a folder.
-            vllm_config: vLLM's.
-        """
+        """Connects the layers of a group to the folder."""
         assert eviction.context_store is not None
         memory = all_layers(kv_cache)
         shape = Shape(state.num_layers, tuple(memory.shape[1:]), memory.dtype)
@@ -92,8 +85,7 @@ class StoredContexts:
     def take_news(self) -> tuple[dict[int, bool], int, int]:
         """What the scheduler and people are to know since the last time.
 
-        Returns:
-            Whether loads are in their blocks; contexts that were stored, and that could not be.
+        Whether loads are in their blocks; how many contexts were stored, and how many could not be.
         """
         loads, self._loads = self._loads, {}
         return loads, *self._transfers.take_counts()

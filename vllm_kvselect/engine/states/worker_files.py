@@ -74,16 +74,7 @@ class _Reading:
 
 
 class Transfers:
-    """Files of a rank, read and written in the background.
-
-    Args:
-        folder: The folder.
-        rank: This rank.
-        num_ranks: How many have a file each.
-        model: The model's name, for people who list the folder.
-        shape: Of the pages.
-        agree: Lets the ranks agree on what has arrived; they read at their own speed.
-    """
+    """Files of a rank, read and written in the background."""
 
     def __init__(
         self, folder: Folder, rank: int, num_ranks: int, model: str, shape: Shape, agree: Agree
@@ -171,10 +162,7 @@ class Transfers:
                 reading.future.cancel()
 
     def arrived(self, is_idle: bool) -> Iterator[tuple[int, list[int], Stored | None]]:
-        """Loads that all ranks have read, or one of them could not.
-
-        Args:
-            is_idle: Whether the step computes nothing, and so may wait a little.
+        """Loads that all ranks have read, or one of them could not; an idle step may wait a little.
 
         Yields:
             A load's number, the blocks that wait, and what goes into them; None if it failed.

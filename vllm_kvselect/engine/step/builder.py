@@ -52,12 +52,7 @@ class HeadwiseBuilder(ABC):
     ) -> RetentionState:
         """Connects the layers of the group to their state; called once the cache is allocated.
 
-        Args:
-            requests_of: Gives the requests of a batch.
-            kernels: What computes the parts of a choice.
-            of_drafter: Names of a drafter's layers, the last ones of the group.
-            per_block: Kernel blocks of a block.
-            keeps_numbers: Whether what entries are scored by is kept for later cuts.
+        A drafter's layers are the last ones of the group.
         """
         spec = self.kv_cache_spec  # of a kernel block, where vLLM splits blocks into several
         assert isinstance(spec, HeadwiseSpec)

@@ -53,13 +53,7 @@ class HeadwiseImpl(ABC):
     def _connect(
         self, layer_index: int, layer: Any, state: RetentionState, kernels: Kernels
     ) -> None:
-        """Connects the layer to its group.
-
-        Args:
-            layer_index: The layer's place in the group, or that of the layer whose cache it reads.
-            layer: vLLM's attention layer, with its cache and its scales.
-            state: State of the group's layers.
-            kernels: What computes the parts of a choice.
+        """Connects the layer to its group, at its place or that of the layer whose cache it reads.
 
         Raises:
             ConfigError: If the cache is quantised with scales per head.
@@ -230,8 +224,7 @@ class HeadwiseImpl(ABC):
 def refuse_layer(**unsupported: object) -> None:
     """Checks that a layer has none of the features that the one-head view cannot express.
 
-    Args:
-        **unsupported: What the layer has of each feature, by its name with underscores.
+    They are named with underscores.
 
     Raises:
         ConfigError: If there is one.

@@ -9,13 +9,7 @@ from vllm_kvselect.engine.states.worker_contexts import StoredContexts
 
 
 class Reporter:
-    """Says after each step what is new.
-
-    Args:
-        requests: The worker's requests.
-        states: What it remembers of its caches.
-        says_plans: Whether plans are reported, to be compared with the scheduler's.
-    """
+    """Says after each step what is new."""
 
     def __init__(
         self, requests: LiveRequests, states: list[RetentionState], says_plans: bool
@@ -54,9 +48,6 @@ class Reporter:
         """What the step packed, or None if nothing changed.
 
         Time that a device spends is known a few steps later, and reported then.
-
-        Args:
-            stored: Contexts in a folder, if there is one.
         """
         made = [each for state in self._states for each in state.completed]
         for state in self._states:

@@ -160,10 +160,7 @@ class Pieces(NamedTuple):
     def before_cuts(cls, rows: Rows, sparse: Mapping[int, SparseRow] | None = None) -> Self:
         """The rows whose tokens come before their first cut.
 
-        Args:
-            rows: The batch.
-            sparse: Sparse segments by row, which are left out; what is beside them may be two
-                pieces.
+        Sparse segments are left out; what is beside them may be two pieces.
         """
         pieces = []
         for row in np.flatnonzero(~rows.is_past):
@@ -181,11 +178,6 @@ class Pieces(NamedTuple):
 
 class Splitter:
     """Splits the batches of one group of layers.
-
-    Args:
-        state: State of the group's layers.
-        requests_of: Gives the requests of a batch.
-        page_size: Entries per page.
 
     Attributes:
         chooses: Whether its layers choose anything: else nothing is seen, and no segment is sparse.

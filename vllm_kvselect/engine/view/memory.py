@@ -25,9 +25,6 @@ def all_layers(kv_cache: torch.Tensor) -> torch.Tensor:
 def refuse_scattered_layers(kv_caches: Sequence[torch.Tensor]) -> None:
     """Checks that the layers' caches lie one after the other in one piece of memory.
 
-    Args:
-        kv_caches: Caches of the layers, in order.
-
     Raises:
         ConfigError: If they do not; one-head page ids count through all layers.
     """

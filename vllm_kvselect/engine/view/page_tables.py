@@ -19,14 +19,8 @@ class PageOffsets:
     block, which no other packed run has: it needs no request ids, survives reordering of the batch,
     serves all requests that share a context, and dies with the block. Block 0, vLLM's null block,
     keeps offsets of 0: no packed pages. `version` counts changes of the offsets, so that what was
-    built from them is known to be out of date.
-
-    Args:
-        num_blocks: Kernel blocks of the KV cache.
-        num_layers: Layers of the group.
-        num_kv_heads: KV heads on this rank.
-        device: Where keys and values are.
-        per_block: Kernel blocks of a block of the scheduler's.
+    built from them is known to be out of date. Blocks are kernel blocks, `per_block` of one of the
+    scheduler's.
     """
 
     def __init__(
@@ -82,14 +76,7 @@ class SettledRows:
         layers: slice = slice(None),
         width: int | None = None,
     ) -> PageTable:
-        """Page tables of some layers.
-
-        Args:
-            state: State of all layers.
-            page_size: Entries per page.
-            layers: Which layers.
-            width: Pages of the longest sequence; None where it may be read back.
-        """
+        """Page tables of some layers; without a width, the longest sequence's is read back."""
         offsets, out = state.offsets, None
         if width is not None:
             num_layers, num_offsets = offsets[0, layers].shape
@@ -122,12 +109,7 @@ class SettledRows:
 
 
 class PageTables:
-    """Builds the page tables of all layers of a group, or brings the last ones up to date.
-
-    Args:
-        state: State of the group's layers.
-        page_size: Entries per page.
-    """
+    """Builds the page tables of all layers of a group, or brings the last ones up to date."""
 
     def __init__(self, state: PageOffsets, page_size: int) -> None:
         self._state, self._page_size = state, page_size

@@ -49,12 +49,7 @@ class Call(NamedTuple):
         return by_head.flatten(0, -3)
 
     def room(self, query: torch.Tensor, by_head: torch.Tensor) -> torch.Tensor:
-        """Where they write: what `take` gives if that is a view, else memory for `put`.
-
-        Args:
-            query: What they took of the queries.
-            by_head: Outputs of all tokens.
-        """
+        """Where they write: what `take` gives if that is a view, else memory for `put`."""
         return by_head.new_empty(query.shape) if self._is_copied else self.take(by_head)
 
     def put(self, part: torch.Tensor, by_head: torch.Tensor) -> None:
@@ -134,17 +129,7 @@ class HeadwiseBatch(OneHeadBatch):
 def headwise_batch(
     rows: Rows, chosen: np.ndarray, common: CommonAttentionMetadata, num_kv_heads: int
 ) -> HeadwiseBatch:
-    """Collects the tokens of rows past their cuts.
-
-    Args:
-        rows: The batch.
-        chosen: Row indices; each has a cut that is made.
-        common: vLLM's metadata of the batch.
-        num_kv_heads: KV heads on this rank.
-
-    Returns:
-        The sequences, still without page tables.
-    """
+    """Collects the tokens of chosen rows, which are past their cuts; page tables come later."""
     cuts = [cut for row in chosen if (cut := rows.cuts[row]) is not None]
     lens, starts = rows.query_lens[chosen], rows.query_start[chosen]
     device = common.block_table_tensor.device

@@ -18,15 +18,9 @@ LENGTH = 1000
 
 
 def given_answers(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase") -> list[Example]:
-    """Asks one question about each text.
+    """Asks one question about each text, `num_examples` per task and length.
 
-    Args:
-        config: `tasks` are of `KINDS`, or `data` is a folder of texts, of which passages have to be
-            repeated. `num_examples` texts per task and length, `seed` decides which.
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        The examples; the same arguments give the same examples.
+    `tasks` are of `KINDS`, or `data` is a folder of texts, of which passages have to be repeated.
 
     Raises:
         EvaluationError: If a task is unknown, or texts and lengths do not fit.

@@ -185,13 +185,8 @@ TASKS = (*RULES, *(f"{name}{FREE}" for name in RULES))
 def instructions(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase") -> list[Example]:
     """Puts all rules before a text, and asks one question under each of them.
 
-    Args:
-        config: `tasks` are of `TASKS`; none are `RULES`. `num_examples` texts per length, `seed`
-            decides which.
-        tokenizer: The tokenizer of a model with a chat template.
-
-    Returns:
-        The examples, those about one text in a row; the same arguments give the same examples.
+    `tasks` are of `TASKS`; none are `RULES`. There are `num_examples` texts per length, and the
+    examples about one follow each other. The model needs a chat template.
 
     Raises:
         EvaluationError: If a task is unknown, the model has no chat template, or a length has no

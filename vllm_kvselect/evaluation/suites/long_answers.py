@@ -49,16 +49,8 @@ def long_answers(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase")
     """Makes prompts with the beginning of a text and, after it, an instruction.
 
     The question is all that follows the text: the instruction, and the chat template's rest up to
-    where the answer begins.
-
-    Args:
-        config: `tasks` are of `INSTRUCTIONS`, `num_examples` texts per task and length, `lengths`
-            tokens of prompt and answer together, `max_tokens` those of the answer, `seed` decides
-            which texts.
-        tokenizer: The tokenizer of a model with a chat template.
-
-    Returns:
-        The examples, which have no references; the same arguments give the same examples.
+    where the answer begins. `tasks` are of `INSTRUCTIONS`, and `lengths` are tokens of prompt and
+    answer together. There are no references.
 
     Raises:
         EvaluationError: If a task is unknown, a length leaves no room for a text, there are too

@@ -46,16 +46,8 @@ def longbench(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase") ->
     context-only compresses. A prompt that is too long loses tokens in its middle, as in the
     official script: half of the room is the prompt's beginning, the other half its end. The
     question is never cut: if it is longer than half of the room, the text's beginning gets the
-    rest.
-
-    Args:
-        config: `tasks` are sets, `data` a folder in the official layout, `num_examples` rows per
-            set, `lengths` at most one: prompt and answer together, by default the model's
-            positions.
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        The examples, set by set; the same arguments give the same examples.
+    rest. `tasks` are sets, `data` a folder in the official layout, `lengths` at most one: prompt
+    and answer together, by default the model's positions.
 
     Raises:
         EvaluationError: If a set is unknown, prompts or data cannot be read, or a length leaves no

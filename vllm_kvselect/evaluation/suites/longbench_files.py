@@ -68,12 +68,6 @@ _TaskFile.add_constructor("!function", lambda loader, node: None)
 def read_task(name: str) -> Task:
     """Reads a set's prompt and answer length out of the installed lm-eval.
 
-    Args:
-        name: The set, such as `qasper`.
-
-    Returns:
-        What lm-eval says of it.
-
     Raises:
         EvaluationError: If lm-eval is not installed, or does not have the set as we know it.
     """
@@ -102,15 +96,9 @@ def read_task(name: str) -> Task:
 
 
 def read_rows(task: Task, data: str, num_rows: int) -> list[Row]:
-    """Reads the first rows of a set.
+    """Reads the first rows of a set, all of them where there are fewer.
 
-    Args:
-        task: The set.
-        data: Folder with `<set>.jsonl`, or with these in a folder `data`; empty for the hub.
-        num_rows: How many rows; a set with fewer gives all of them.
-
-    Returns:
-        The rows in the order of the file.
+    `data` is a folder with `<set>.jsonl`, or with these in a folder `data`; empty for the hub.
 
     Raises:
         EvaluationError: If there is no such file, if a line is none of LongBench's, or if the hub

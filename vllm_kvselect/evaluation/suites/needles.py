@@ -20,12 +20,7 @@ MAX_TOKENS = 12
 def needles(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase") -> list[Example]:
     """Hides one number in each prompt, at depths spread evenly over the prompts of a length.
 
-    Args:
-        config: Gives `lengths`, `num_examples`, `seed` and `max_tokens`.
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        The examples, shortest first. The prompt ends where the number belongs.
+    The shortest come first. A prompt ends where the number belongs.
 
     Raises:
         EvaluationError: If a task is unknown, or prose does not fit a length.

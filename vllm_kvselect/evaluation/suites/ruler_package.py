@@ -47,14 +47,7 @@ class Task:
         return self.script.stem
 
     def split(self, prompt: str) -> tuple[str, str]:
-        """Splits a prompt after its text.
-
-        Args:
-            prompt: A prompt of this task.
-
-        Returns:
-            Everything up to the text's end, and the question with the beginning of the answer.
-        """
+        """Splits a prompt of this task after its text; the answer's beginning is the question's."""
         after_text = self.template.partition("{context}")[2]
         # Solved examples stand before the text and ask in the same words: the last ones count.
         at = prompt.rindex(re.findall(r"\s+\w+", after_text)[0])

@@ -37,16 +37,10 @@ def has_more_questions(task: Task) -> bool:
 
 
 def questions(task: Task, prompt: Prompt, at_most: int) -> tuple[str, list[Question]]:
-    """Splits a prompt into a text and questions about it.
+    """Splits a prompt into its text, from the first character on, and questions about it.
 
-    Args:
-        task: The task.
-        prompt: Its prompt.
-        at_most: Number of questions, of which the published one is the first. Further ones have
-            its words; their needles are spread evenly over the text.
-
-    Returns:
-        The text from the prompt's first character on, and the questions.
+    The published one is the first of `at_most`. Further ones have its words; their needles are
+    spread evenly over the text.
     """
     context, published = task.split(prompt.text)
     needles = list(_NEEDLE.finditer(context)) if task.kind == "niah" else []
@@ -63,9 +57,7 @@ def questions(task: Task, prompt: Prompt, at_most: int) -> tuple[str, list[Quest
 def right_answer(task: Task, outputs: tuple[str, ...]) -> str:
     """One right answer, in the form of the solved example where the prompt has one.
 
-    Args:
-        task: The task.
-        outputs: What its generator gives for right: alternatives in question answering, else parts.
+    What a generator gives for right are alternatives in question answering, else parts.
     """
     if task.kind == "common_words_extraction":
         return " ".join(f"{number}. {word}" for number, word in enumerate(outputs, start=1))

@@ -22,13 +22,7 @@ def stories(config: EvaluationConfig, tokenizer: "PreTrainedTokenizerBase") -> l
     """Asks for a story about each of the first cities, sampled with a seed of its own.
 
     A method that loses its thread may go on for longer, and its tokens per second flatter it then.
-
-    Args:
-        config: `num_examples` stories of at most `max_tokens`.
-        tokenizer: The tokenizer of a model with a chat template.
-
-    Returns:
-        The examples, which have no references; the same arguments give the same examples.
+    There are no references. The model needs a chat template.
 
     Raises:
         EvaluationError: If there are not so many cities, or the model has no chat template.

@@ -15,14 +15,7 @@ _MAX_CHARACTERS = 16
 
 
 def chosen(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Returns the tasks that are asked for, all of them if none is.
-
-    Args:
-        names: What is asked for.
-        known: What there is.
-
-    Returns:
-        The names in the order that was asked for.
+    """Returns the tasks that are asked for, in that order, all known ones if none is.
 
     Raises:
         EvaluationError: If one is unknown.
@@ -38,12 +31,6 @@ def long_texts(
     tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str], length: int, num_texts: int
 ) -> list[list[int]]:
     """The beginnings, as token ids, of the first texts that are long enough.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        texts: Texts.
-        length: Tokens of each.
-        num_texts: How many.
 
     Raises:
         EvaluationError: If there are not so many.

@@ -59,11 +59,7 @@ def defensive_scores(held: Held, config: EvictionConfig) -> torch.Tensor:
 def window_attention(held: Held, reduction: int, num_more: int) -> torch.Tensor:
     """The window's attention to each column, reduced over its queries and the query group.
 
-    Args:
-        held: What requests hold; its queries are the windows'.
-        reduction: How weights become one.
-        num_more: Columns that are wanted beyond those that compete; those of a request's window are
-            0.
+    `num_more` columns are wanted beyond those that compete; those of a request's window are 0.
 
     Returns:
         `[num_rows, num_kv_heads, num_competing + n]` float32, n at most `num_more`.
