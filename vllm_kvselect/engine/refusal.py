@@ -18,11 +18,9 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 
 from vllm_kvselect.config import ConfigError
-
-logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
+from vllm_kvselect.engine.log import logger
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")

@@ -59,5 +59,4 @@ def _take(stats: SchedulerStats, key: str) -> dict[str, Any] | None:
     if not found or key not in found:
         return None
     stats.kv_connector_stats = {name: part for name, part in found.items() if name != key} or None
-    part: dict[str, Any] = found[key]
-    return part
+    return found[key]

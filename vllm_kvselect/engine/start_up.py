@@ -2,12 +2,12 @@
 
 import torch
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvselect.config import EvictionConfig, Prefill
+from vllm_kvselect.engine.log import logger
 from vllm_kvselect.engine.models import layer_types
 from vllm_kvselect.engine.platforms import (
     block_size_of,
@@ -19,8 +19,6 @@ from vllm_kvselect.engine.platforms import (
 from vllm_kvselect.machine import dtype_name, fast_dtype
 from vllm_kvselect.planning.cuts import Cuts, budget_entries, cuts, whole_interval
 from vllm_kvselect.registry import METHODS
-
-logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 
 def log_start(vllm_config: VllmConfig, eviction: EvictionConfig, choice: str = "") -> None:

@@ -6,7 +6,7 @@ signature; a field that does not exist is an error.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,53 +27,11 @@ Allocator = Callable[[torch.Tensor, Sequence[int], int, EvictionConfig], torch.T
 """`(ranking, num_packed, block_size, config)` -> pages per head, by segments of heads."""
 
 
-class PageTableBuilder(Protocol):
-    """The signature of `page_table.headwise_page_table`."""
-
-    def __call__(
-        self,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        first_packed: torch.Tensor,
-        tail_start: torch.Tensor,
-        offsets: torch.Tensor,
-        block_size: int,
-        num_blocks: int,
-        first_layer: int = 0,
-        out: PageTable | None = None,
-        order: torch.Tensor | None = None,
-        per_block: int = 1,
-    ) -> PageTable:
-        """Builds page tables; see the reference."""
-
-
 @dataclass(frozen=True)
 class Kernels:
-    """The parts that a device may compute in its own way; see each reference.
+    """The parts that a device may compute in its own way, each under the name of its reference.
 
     Attributes:
-        snapkv_scores: Scores of the observation window.
-        mean_attention: The same without pooling.
-        defensive_scores: The worst case of the window's attention.
-        r_kv_scores: Scores of the window, less how much a key repeats others.
-        probe_scores: What a probe says of tokens.
-        projected_value_norms: Norms of all entries.
-        uniform_pages: The same number of pages for every head.
-        adaptive_pages: Pages by the heads' best entries, with a safeguard.
-        shared_pages: The same without one.
-        best_first: Scores of which each head's best come before all others.
-        best_mask: Marks each head's best entries.
-        select: Entries that are retained by one key.
-        select_pruned: Entries that are retained in two stages, with the norms that this takes.
-        read_pages: Whole pages of a cache whose pages have an inner order.
-        read_entries: Single entries of such a cache.
-        write_entries: The same, written.
-        look_up: The numbers that bytes of a quantised cache stand for.
-        move_retained: What is retained, from where it is into packed blocks.
-        headwise_page_table: Page tables of single heads.
-        longest_first: In which order attention takes single heads.
-        extremes: Largest and smallest values of groups of tokens.
-        criticality: What share of a segment's attention goes to each block before it.
         over_rows: Twins that compute all rows at once, by the names of their references; what is
             not among them is computed row by row (`rows.py`).
     """
@@ -92,20 +50,7 @@ class Kernels:
     best_first: Callable[[torch.Tensor, Sequence[int]], torch.Tensor] = selection.best_first
     best_mask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = selection.best_mask
     select: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] = selection.select
-    select_pruned: Callable[
-        [
-            torch.Tensor,
-            torch.Tensor,
-            torch.Tensor,
-            OutputProjection,
-            torch.Tensor,
-            int,
-            torch.Tensor,
-            float,
-            torch.Tensor | None,
-        ],
-        torch.Tensor,
-    ] = pruning.select_pruned
+    select_pruned: Callable[..., torch.Tensor] = pruning.select_pruned
     read_pages: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = (
         compaction.read_pages
     )
@@ -119,7 +64,7 @@ class Kernels:
     move_retained: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None] = (
         compaction.move_retained
     )
-    headwise_page_table: PageTableBuilder = page_table.headwise_page_table
+    headwise_page_table: Callable[..., PageTable] = page_table.headwise_page_table
     longest_first: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Orders], None] = (
         order.longest_first
     )

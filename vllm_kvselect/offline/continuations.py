@@ -66,14 +66,12 @@ class Continuations:
             start = 0
         positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
         with attention_replaced(self._model, self._attend):
-            output = self._model(
+            return self._model(
                 token_ids,
                 position_ids=positions.expand_as(token_ids),
                 use_cache=False,
                 logits_to_keep=num_logits,
-            )
-        logits: torch.Tensor = output.logits
-        return logits
+            ).logits
 
     def rewind(self, length: int) -> None:
         """Forgets all following tokens but the first `length`."""

@@ -124,10 +124,8 @@ def _tables_noted(
             def replaced(given: Any) -> Any:
                 return positions if is_positions(given) else given
 
-            tables: Tables = module(
-                *map(replaced, arguments), **{name: replaced(each) for name, each in named.items()}
-            )
-            return tables
+            others = {name: replaced(each) for name, each in named.items()}
+            return module(*map(replaced, arguments), **others)
 
         makers.append(make)
 

@@ -5,16 +5,14 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.bind.trial_run import ReachedError, arguments, standing_in
+from vllm_kvselect.engine.log import logger
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.value_norms import OutputProjection
-
-logger = init_logger("vllm.kvselect")
 
 
 class _Place(NamedTuple):

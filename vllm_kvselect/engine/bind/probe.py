@@ -5,16 +5,14 @@ from collections.abc import Iterable
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_kvselect.config import ConfigError
+from vllm_kvselect.engine.log import logger
 from vllm_kvselect.probes.fingerprint import fingerprint
 from vllm_kvselect.probes.places import find_probe
 from vllm_kvselect.scoring.probe import num_features
-
-logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 
 def find_probes(

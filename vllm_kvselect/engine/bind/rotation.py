@@ -6,16 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import ModelConfig
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding import Phi3LongRoPEScaledRotaryEmbedding
 
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.bind.trial_run import ReachedError, arguments, standing_in
+from vllm_kvselect.engine.log import logger
 from vllm_kvselect.registry import methods_without
 from vllm_kvselect.scoring.rotation import Rotation, explains
-
-logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 _UNTRIED = "it cannot be tried how it rotates queries"
 

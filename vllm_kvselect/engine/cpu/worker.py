@@ -6,20 +6,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvselect.engine.cpu.allocator import keep_freed_memory
+from vllm_kvselect.engine.log import logger
 from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.step.worker import EvictionWorker
 from vllm_kvselect.kernels import cpu, tiers
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.kernels.build import KernelError
 from vllm_kvselect.scoring.value_norms import OutputProjection
-
-logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 
 class EvictionCPUWorker(EvictionWorker, CPUWorker):

@@ -10,13 +10,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from vllm.logger import init_logger
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backends import flash_attn
 
+from vllm_kvselect.engine.log import logger
 from vllm_kvselect.paging.order import MOST_SHARED, MOST_VECTORS, Orders, Schedules, Sharing, padded
-
-logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 LENGTHS = (40, 700, 1, 0, 333, 512)
 """Entries of the sequences of a trial."""

@@ -3,16 +3,14 @@
 import torch
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from vllm_kvselect.config import ConfigError
+from vllm_kvselect.engine.log import logger
 from vllm_kvselect.engine.platforms import PLATFORMS
-
-logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 _MOST_ELEMENTS = 2**31
 """Elements of a cache that FlashAttention 4 is known to address through the one-head view."""

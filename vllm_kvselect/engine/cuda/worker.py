@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import replace_as
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -11,14 +10,13 @@ from vllm_kvselect.engine.cuda.builder import CudaMetadataBuilder
 from vllm_kvselect.engine.cuda.reserve import choice_bytes
 from vllm_kvselect.engine.cuda.tables import buffer_bytes
 from vllm_kvselect.engine.cuda.warm_up import warm_up
+from vllm_kvselect.engine.log import logger
 from vllm_kvselect.engine.platforms import PLATFORMS
 from vllm_kvselect.engine.refusal import notes_refusals
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec
 from vllm_kvselect.engine.step.worker import EvictionWorker
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.scoring.value_norms import side_by_side
-
-logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 
 class EvictionGPUWorker(EvictionWorker, Worker):

@@ -190,8 +190,7 @@ def _settings(engine: Any) -> str:
 def _extra_args(prompt: Any, params: Any) -> dict[str, Any] | None:
     if isinstance(prompt, EngineCoreRequest):
         params = prompt.params
-    extra_args: dict[str, Any] | None = getattr(params, "extra_args", None)
-    return extra_args
+    return getattr(params, "extra_args", None)
 
 
 def _refuse_media(vllm_config: VllmConfig, eviction: EvictionConfig, prompt: Any) -> None:

@@ -356,10 +356,7 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
                         self._superseded[block.block_id] = block, block.block_hash
         num_more = -(-num_tokens // self.block_size) - len(self.req_to_blocks[request_id])
         self._offer_superseded(num_more)
-        new_blocks: list[KVCacheBlock] = super().allocate_new_blocks(
-            request_id, num_tokens, num_tokens_main_model
-        )
-        return new_blocks
+        return super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
 
     def take_swaps(self) -> dict[str, Swap]:
         """Blocks of the cuts that the scheduled step makes, in the order in which they are made."""

@@ -6,7 +6,6 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -15,6 +14,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_kvselect.engine.log import logger
 from vllm_kvselect.engine.report import StepReport
 from vllm_kvselect.engine.scheduler.block_manager import headwise_manager
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutScheduler
@@ -27,8 +27,6 @@ from vllm_kvselect.engine.scheduler.integrity import (
     plan_violations,
     written_violations,
 )
-
-logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 
 class CheckedScheduler(CutScheduler):

@@ -21,7 +21,6 @@ workers have read it.
 from time import monotonic
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -30,6 +29,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from vllm_kvselect.engine.log import logger
 from vllm_kvselect.engine.notice import StepNotice
 from vllm_kvselect.engine.platforms import has_drafter_layers, tokens_ahead, tokens_in_graph
 from vllm_kvselect.engine.report import StatesReport, StepReport
@@ -42,8 +42,6 @@ from vllm_kvselect.engine.scheduler.block_manager import (
 )
 from vllm_kvselect.metrics import States
 from vllm_kvselect.planning.cuts import chunk_end
-
-logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 
 class CutScheduler(Scheduler):
@@ -159,17 +157,13 @@ class CutScheduler(Scheduler):
         loads = headwise_manager(self.kv_cache_manager).loads
         if loads is not None and (report := StepReport.of(model_runner_output)) is not None:
             loads.finish(report.loads)
-        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
-            scheduler_output, model_runner_output
-        )
-        return outputs
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """vLLM's; blocks that wait for a stored context are given back before."""
         if (loads := headwise_manager(self.kv_cache_manager).loads) is not None:
             loads.drop_all()
-        is_reset: bool = super().reset_prefix_cache(*args, **kwargs)
-        return is_reset
+        return super().reset_prefix_cache(*args, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's statistics of a step, with the states that are held if they have changed."""

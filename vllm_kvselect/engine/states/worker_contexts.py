@@ -121,5 +121,4 @@ def least_of_all_ranks(numbers: list[int]) -> list[int]:
         return numbers
     least = torch.tensor(numbers)
     torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group.cpu_group)
-    found: list[int] = least.tolist()
-    return found
+    return least.tolist()

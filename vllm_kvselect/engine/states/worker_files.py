@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from vllm.logger import init_logger
 
 from vllm_kvselect import __version__
+from vllm_kvselect.engine.log import logger
 from vllm_kvselect.engine.notice import Load
 from vllm_kvselect.store.file import Facts, FileError, Place, Stored
 from vllm_kvselect.store.folder import Folder, reason
-
-logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 _MOST_WAITING = 4
 """Contexts that wait to be written, each a copy in memory. What comes then is not stored."""

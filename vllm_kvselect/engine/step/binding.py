@@ -7,19 +7,17 @@ from typing import Any
 
 import torch
 from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine.bind.output_projection import find_output_projections, materialise
 from vllm_kvselect.engine.bind.probe import find_probes
 from vllm_kvselect.engine.bind.rotation import find_rotations
+from vllm_kvselect.engine.log import logger
 from vllm_kvselect.engine.step.layer import HeadwiseImpl
 from vllm_kvselect.registry import METHODS, best_method
 from vllm_kvselect.scorers import Need, ProbeFile
 from vllm_kvselect.scoring.value_norms import OutputProjection
-
-logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 
 class BindingWorker(ABC):

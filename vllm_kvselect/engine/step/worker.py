@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from vllm.config import CacheConfig
-from vllm.logger import init_logger
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -42,8 +41,6 @@ from vllm_kvselect.engine.step.reports import Reporter
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.planning.cuts import budget_problem
 from vllm_kvselect.registry import METHODS
-
-logger = init_logger("vllm.kvselect")  # below "vllm", so that vLLM's logging settings apply
 
 
 class EvictionWorker(BindingWorker):
