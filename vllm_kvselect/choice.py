@@ -36,11 +36,9 @@ class Retention(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How much of what there is is retained.
+    """How much of what there is is retained: packed blocks of each request, and entries per page.
 
-    Attributes:
-        num_packed: Packed blocks of each request; each holds a page per layer and head.
-        block_size: Entries per page.
+    A packed block holds a page per layer and head.
     """
 
     num_packed: Sequence[int]

@@ -46,25 +46,14 @@ class Step:
 
 @dataclass
 class States:
-    """What the scheduler says of states: by how much each number has grown.
-
-    Attributes:
-        num_states: States that a request would find.
-        num_blocks: Blocks that they take.
-    """
+    """What the scheduler says of states: by how much each number has grown."""
 
     num_states: int
     num_blocks: int
 
 
 class Sizes(NamedTuple):
-    """What counts are multiplied by.
-
-    Attributes:
-        page: Tokens of a page.
-        page_entries: Entries of a page, in all layers and heads.
-        block_bytes: Bytes of a block.
-    """
+    """What counts are multiplied by: a page's tokens, and its entries in all layers and heads."""
 
     page: int
     page_entries: int

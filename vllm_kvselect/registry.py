@@ -26,15 +26,7 @@ from vllm_kvselect.scorers import (
 
 @dataclass(frozen=True)
 class Method:
-    """A way to choose what is retained.
-
-    Attributes:
-        scorer: Importance of each entry.
-        scope: Among which heads a budget is shared.
-        norms: What part projected value norms have.
-        paper: Where the method was published.
-        summary: What it retains, in one line.
-    """
+    """A way to choose what is retained."""
 
     scorer: Scorer
     scope: Scope

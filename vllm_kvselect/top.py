@@ -28,16 +28,8 @@ class TopError(RuntimeError):
 class Snapshot:
     """What a server's metrics say at one moment, summed over its engines.
 
-    Attributes:
-        num_blocks: Blocks of the pool, without the null block.
-        num_used: Blocks in use.
-        num_running: Requests running.
-        num_waiting: Requests waiting.
-        num_answered: Requests that ended since the start.
-        eviction: The metrics of eviction by name, of histograms the sum of what was observed.
-        evicts: Whether the server has the metrics of eviction at all.
-        model: Name of the model that is served.
-        block_size: Tokens per block.
+    Blocks are counted without the null block. `eviction` are its metrics by name, of histograms the
+    sum of what was observed; a server that does not evict has none.
     """
 
     num_blocks: int

@@ -17,11 +17,10 @@ _OF: Final = "of"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A calibration's progress.
+    """A calibration's progress, in a file.
 
-    Attributes:
-        path: The file.
-        of: Digest of all that decides the result: progress of another calibration is not found.
+    It is known by a digest of all that decides the result: that of another calibration is not
+    found.
     """
 
     path: Path

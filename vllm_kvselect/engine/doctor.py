@@ -23,13 +23,7 @@ _OTHER_WING = {"cpu": "cuda", "cuda": "cpu"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
-
-    Attributes:
-        subject: What it is about.
-        text: What was found, in one line.
-        stops: Whether nothing can be served because of it.
-    """
+    """One line of the report; if it `stops`, nothing can be served because of it."""
 
     subject: str
     text: str

@@ -24,24 +24,14 @@ class Swap(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A state that a request goes on from.
-
-    Attributes:
-        num_made: Cuts that are made of what it found.
-        first_packed: Id of the first packed block.
-    """
+    """A state that a request goes on from: cuts made of it, and id of the first packed block."""
 
     num_made: int
     first_packed: int
 
 
 class Load(NamedTuple):
-    """A stored context on its way into the cache.
-
-    Attributes:
-        name: The context's.
-        block_ids: Blocks that wait for it.
-    """
+    """A stored context on its way into the cache, and the blocks that wait for it."""
 
     name: str
     block_ids: list[int]

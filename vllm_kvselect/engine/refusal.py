@@ -29,11 +29,9 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 @dataclass
 class OneLine:
-    """Shows uncaught refusals as one line; a `sys.excepthook`.
+    """Shows uncaught refusals as one line; a `sys.excepthook`, which all other errors go on to.
 
-    Attributes:
-        before: What shows every other error.
-        notes: Where the workers of this command's engines write why they refuse.
+    Workers of this command's engines write into the notes why they refuse.
     """
 
     before: ExceptHook

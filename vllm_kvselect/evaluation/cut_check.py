@@ -15,12 +15,7 @@ _SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Dropped:
-    """What requests give back together.
-
-    Attributes:
-        prompts: Prompts that had entries dropped.
-        blocks: Blocks that they gave back.
-    """
+    """Prompts that had entries dropped, and the blocks that they gave back."""
 
     prompts: int = 0
     blocks: int = 0

@@ -35,12 +35,7 @@ _TIMEOUT = httpx.Timeout(None, connect=30.0)
 
 @dataclass(frozen=True)
 class Needs:
-    """What a server must have room for.
-
-    Attributes:
-        max_model_len: Tokens of the longest prompt and its answer.
-        num_tokens: Tokens that are in the cache at once.
-    """
+    """What a server must have room for: the longest prompt with its answer, and all at once."""
 
     max_model_len: int
     num_tokens: int
@@ -48,14 +43,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that lets requests choose method and budget.
-
-    Attributes:
-        url: Its address.
-        model: The model's name there.
-        max_model_len: Its longest prompt, answer included.
-        cuts: Whether it drops what it is asked to.
-    """
+    """A server that lets requests choose method and budget."""
 
     url: str
     model: str

@@ -30,12 +30,7 @@ _ERROR = re.compile(r"(?:\(\w+ pid=\d+\) ERROR [^\]]*\] )?[\w.]*Error: ")
 
 
 class Server(NamedTuple):
-    """A running server.
-
-    Attributes:
-        url: Its address.
-        pid: The process that was started; the engine's are its children.
-    """
+    """A running server, and the process that was started; the engine's are its children."""
 
     url: str
     pid: int

@@ -35,13 +35,7 @@ CHUNK_SIZE = 2048
 
 
 class Chunk(NamedTuple):
-    """A part of the context and the tokens that make the model repeat it.
-
-    Attributes:
-        start: Its first token.
-        stop: The token after its last one.
-        token_ids: Instruction and repetition, which follow the whole context.
-    """
+    """A part of the context; instruction and repetition, which follow all of it, as tokens."""
 
     start: int
     stop: int

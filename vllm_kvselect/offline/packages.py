@@ -15,13 +15,7 @@ from vllm_kvselect.offline.errors import EvaluationError
 
 @dataclass(frozen=True)
 class DataPackage:
-    """A folder inside a wheel.
-
-    Attributes:
-        requirement: Name and version, `name==version`.
-        sha256: Digest of the wheel.
-        folder: What is wanted of it, as the wheel spells it.
-    """
+    """A folder inside the wheel of a requirement `name==version`, known by its digest."""
 
     requirement: str
     sha256: str

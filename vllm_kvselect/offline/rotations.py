@@ -26,11 +26,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class UnknownRotation:
-    """Stands for a rotation that was not found.
-
-    Attributes:
-        reason: Why.
-    """
+    """Stands for a rotation that was not found, and says why."""
 
     reason: str
 

@@ -38,11 +38,7 @@ CITIES = (
 class Case:
     """A text, a question about it, and the answer, all as token ids.
 
-    Attributes:
-        context: The text.
-        question: What follows the text and asks for the answer.
-        answer: The right continuation.
-        depth: Where in the text the answer stands: 0 is its beginning, 1 its end.
+    Its depth is where in the text the answer stands: 0 is its beginning, 1 its end.
     """
 
     context: list[int]
@@ -53,12 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Needle(Case):
-    """A fact hidden in prose.
-
-    Attributes:
-        digits: The answer as text.
-        city: What the magic number belongs to.
-    """
+    """A number hidden in prose, and the city that it belongs to."""
 
     digits: str
     city: str

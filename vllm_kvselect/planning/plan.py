@@ -13,14 +13,7 @@ from vllm_kvselect.request import Sampling, planned_config
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is decided about a request before its first token is computed.
-
-    Attributes:
-        num_prompt_tokens: Length of its prompt.
-        settings: Its own configuration.
-        cuts: Where its entries are dropped.
-        segments: The segments of its prompt that are prefilled sparsely, or None.
-    """
+    """All that is decided about a request before its first token is computed."""
 
     num_prompt_tokens: int
     settings: EvictionConfig

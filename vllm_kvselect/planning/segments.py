@@ -15,10 +15,7 @@ from vllm_kvselect.planning.cuts import Cuts
 class Segments:
     """The sparse segments of a prompt; every other token attends to all tokens before it.
 
-    Attributes:
-        size: Tokens of a segment.
-        start: Position of the first sparse token, a border of segments.
-        end: Position after the last sparse token, a border of segments.
+    They have `size` tokens each, from `start` up to `end`, both borders of segments.
     """
 
     size: int

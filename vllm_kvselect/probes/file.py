@@ -19,15 +19,9 @@ _FORMAT, _FACTS, _WEIGHTS = "vllm-kvselect-probe", "facts", "weights"
 
 
 class ModelFacts(BaseModel):
-    """The model that a probe is of.
+    """The model that a probe is of; with weights of another fingerprint it is of no use.
 
-    Attributes:
-        name: For people; a model may have moved.
-        fingerprint: Of its weights; a probe is of use with these alone.
-        num_layers: Layers that attend.
-        num_kv_heads: KV heads per layer.
-        head_size: Size of keys and values.
-        layers: Which of its layers these are; None for all.
+    The name is for people. `layers` are those that attend; None for all.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,15 +60,7 @@ class QualityFacts(BaseModel):
 
 
 class ProbeFacts(BaseModel):
-    """All that is known of a probe.
-
-    Attributes:
-        version: Of the format.
-        written_by: Version of this package.
-        model: The model.
-        settings: Fields of `CalibrationConfig` that the probe depends on.
-        quality: How good it is.
-    """
+    """All that is known of a probe, and the settings that it depends on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

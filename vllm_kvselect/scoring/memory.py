@@ -44,14 +44,7 @@ class StepQueries:
 
 
 class _Piece(NamedTuple):
-    """Queries of neighbouring tokens.
-
-    Attributes:
-        begin: Position of the first token.
-        end: Position after the last one.
-        step: Queries of the step that computed them.
-        place: Place of the first one among these.
-    """
+    """Queries of neighbouring tokens, between two positions, from a place of a step's on."""
 
     begin: int
     end: int

@@ -58,19 +58,7 @@ class Place(NamedTuple):
 
 
 class Facts(BaseModel):
-    """What a file holds.
-
-    Attributes:
-        version: Of the format.
-        written_by: Version of this package.
-        name: The context's.
-        rank: The rank whose heads these are.
-        num_ranks: How many ranks there are.
-        model: For people; the name knows the weights.
-        method: For people, too.
-        num_tokens: Tokens of the context.
-        num_blocks: Blocks that are left of it.
-    """
+    """What a file holds: model and method are for people, the name knows all that decides it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -21,14 +21,7 @@ _ABANDONED_SECONDS = 3600.0
 
 
 class Entry(NamedTuple):
-    """A file of a folder.
-
-    Attributes:
-        path: The file.
-        place: What it holds by its name.
-        num_bytes: Its size.
-        used: When it was last read or written, in seconds since 1970.
-    """
+    """A file of a folder; `used` is when it was last read or written, in seconds since 1970."""
 
     path: Path
     place: Place

@@ -75,8 +75,7 @@ class HeadwiseTritonAttentionMetadataBuilder(CudaMetadataBuilder, TritonAttentio
 class HeadwiseTritonAttentionImpl(CudaImpl, TritonAttentionImpl):
     """vLLM's Triton attention, plus selection, packing and the one-head view.
 
-    Attributes:
-        segments: Where vLLM's call merges parts of a sequence, as it names them.
+    Its call merges parts of a sequence in `segments`, as it names them.
     """
 
     segments: dict[str, Any]

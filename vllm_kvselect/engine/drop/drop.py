@@ -26,12 +26,7 @@ from vllm_kvselect.selecting.ranking import Candidates
 
 
 class DropLayer(HeldLayer, Protocol):
-    """What a drop needs of a layer; `HeadwiseImpl` is one. Pages count through all layers.
-
-    Attributes:
-        layer_index: The layer's place in the group.
-        kernels: What computes the parts of a choice.
-    """
+    """What a drop needs of a layer; `HeadwiseImpl` is one. Pages count through all layers."""
 
     layer_index: int
     kernels: Kernels

@@ -17,14 +17,7 @@ from vllm_kvselect.planning.cuts import Cut
 
 
 class Made(NamedTuple):
-    """A cut that was made.
-
-    Attributes:
-        request: The request.
-        cut: The cut.
-        num_freed: Blocks that it frees, those of the cut before left out.
-        num_dropped: Pages of each head whose entries it drops, likewise.
-    """
+    """A cut that was made; what it frees and drops, in blocks and in pages of each head, is new."""
 
     request: Request
     cut: Cut

@@ -35,9 +35,7 @@ class Planned(NamedTuple):
 class Sizes(NamedTuple):
     """Sizes of the layers that drop entries; those beside them may have blocks of another size.
 
-    Attributes:
-        block_size: Tokens per block.
-        page_size: Entries per page; None for those of a block.
+    Tokens per block, and entries per page; None for those of a block.
     """
 
     block_size: int

@@ -49,13 +49,9 @@ INVARIANTS = {
 
 @dataclass(frozen=True)
 class Violation:
-    """An invariant that does not hold.
+    """An invariant, a key of `INVARIANTS`, that does not hold.
 
-    Attributes:
-        invariant: Key of `INVARIANTS`.
-        detail: What was found.
-        block_ids: The blocks concerned.
-        request_ids: The requests that hold them; none for a block that nobody holds.
+    It names the blocks concerned, and the requests that hold them, if any.
     """
 
     invariant: str
@@ -171,13 +167,7 @@ def plan_violations(
 
 
 class Place(NamedTuple):
-    """Where a block table names a block.
-
-    Attributes:
-        request_id: Whose table it is.
-        number: The block's place in it.
-        group_id: The layers that it is of.
-    """
+    """Where a block table names a block: whose it is, the place, and the group of layers."""
 
     request_id: str
     number: int

@@ -76,22 +76,14 @@ class HeadwiseSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec(SlidingWindowSpec):
-    """A sliding-window KV cache beside full-attention ones. It stays as vLLM manages it.
-
-    Attributes:
-        eviction: The configuration; it decides whose generated tokens are not hashed.
-    """
+    """A sliding-window KV cache beside full-attention ones. It stays as vLLM manages it."""
 
     eviction: EvictionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec(MambaSpec):
-    """States of layers without a KV cache of tokens, likewise: state space, linear attention, ...
-
-    Attributes:
-        eviction: As of `WindowSpec`.
-    """
+    """States of layers without a KV cache of tokens, likewise: state space, linear attention."""
 
     eviction: EvictionConfig
 

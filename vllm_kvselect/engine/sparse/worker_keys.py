@@ -66,13 +66,7 @@ class KeyBlocks:
 
 @dataclass
 class SparsePrefill:
-    """A request while it is prefilled sparsely.
-
-    Attributes:
-        segments: Its sparse segments.
-        config: Its configuration.
-        layers: What stands for its keys, by layer; filled as they come.
-    """
+    """A request while it is prefilled sparsely; what stands for its keys in each layer fills up."""
 
     segments: Segments
     config: EvictionConfig

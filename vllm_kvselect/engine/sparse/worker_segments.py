@@ -120,11 +120,7 @@ class SparseRow:
 
 @dataclass
 class SparseBatch(OneHeadBatch):
-    """Sparse segments of a batch, one sequence per (segment, KV head).
-
-    Attributes:
-        rows: The rows they belong to.
-    """
+    """Sparse segments of a batch, one sequence per (segment, KV head)."""
 
     rows: list[SparseRow]
 

@@ -26,9 +26,7 @@ _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
 class StoreIdentity:
     """What the names of a server's files have in common.
 
-    Attributes:
-        digest: Of all of it, hexadecimal.
-        num_ranks: Ranks that have a file each.
+    A digest of all of it, and how many ranks have a file each.
     """
 
     digest: str

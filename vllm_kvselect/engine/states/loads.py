@@ -29,15 +29,7 @@ _MOST_AT_ONCE = 4
 
 @dataclass(eq=False)
 class _Pending:
-    """A load that is not finished.
-
-    Attributes:
-        name: The stored context's.
-        blocks: Blocks that wait for it.
-        request: Who asked first; it names the blocks.
-        plan: Its plan.
-        waiting: Ids of the requests that wait for it.
-    """
+    """A load that is not finished: who asked first names the blocks; others may wait, too."""
 
     name: str
     blocks: list[KVCacheBlock]

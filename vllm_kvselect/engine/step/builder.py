@@ -23,13 +23,7 @@ from vllm_kvselect.kernels.base import Kernels
 
 
 class HeadwiseBuilder(ABC):
-    """Builds vLLM's metadata, split where requests read what is retained. Stock until `start`.
-
-    Attributes:
-        layers: The group's layers that have a cache, once started.
-        state: Their state.
-        due: What makes cuts.
-    """
+    """Builds vLLM's metadata, split where requests read what is retained. Stock until `start`."""
 
     kv_cache_spec: AttentionSpec
     layer_names: list[str]

@@ -46,11 +46,8 @@ from vllm_kvselect.registry import METHODS
 class EvictionWorker(BindingWorker):
     """Runs the model with eviction; put in front of vLLM's worker of a platform.
 
-    Only engines that ask for eviction use it.
-
-    Attributes:
-        backend: Path of our attention backend.
-        replaces: The name under which vLLM asks for the backend that ours stands in for.
+    Only engines that ask for eviction use it. Its `backend` stands in for that which vLLM asks for
+    by the name `replaces`.
     """
 
     backend: str

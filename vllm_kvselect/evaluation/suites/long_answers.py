@@ -26,12 +26,7 @@ _MARK = "(text and instruction)"
 
 
 class Instruction(NamedTuple):
-    """What is asked for.
-
-    Attributes:
-        source: The texts, as in `read_texts`.
-        instruction: What to do with the text above it.
-    """
+    """What is asked for: the texts, as in `read_texts`, and what to do with the one above."""
 
     source: str
     instruction: str

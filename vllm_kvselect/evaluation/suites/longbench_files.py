@@ -18,14 +18,7 @@ _JINJA = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
 class Row(NamedTuple):
-    """One line of a set.
-
-    Attributes:
-        context: The long text.
-        question: What is asked of it; empty where the prompt says it all.
-        answers: All right answers.
-        classes: All labels, of a classification set.
-    """
+    """One line of a set; the question may be empty, and only classifications have classes."""
 
     context: str
     question: str
@@ -37,12 +30,8 @@ class Row(NamedTuple):
 class Task:
     """What lm-eval says of a set.
 
-    Attributes:
-        name: The set.
-        before: Template of the prompt up to the end of the context.
-        after: Template of what follows the context.
-        max_tokens: Tokens that an answer may have.
-        hub: Where the hub has the data: path, name and split.
+    Templates of the prompt up to the end of the context and behind it; path, name and split at the
+    hub.
     """
 
     name: str

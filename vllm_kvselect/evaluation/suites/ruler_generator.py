@@ -24,12 +24,7 @@ _NEEDED = ("nltk", "scipy", "tenacity", "tqdm", "wonderwords")
 
 
 class Prompt(NamedTuple):
-    """What a generator makes.
-
-    Attributes:
-        text: The prompt up to where the answer begins.
-        outputs: Right answers, or parts of one.
-    """
+    """A prompt up to where the answer begins, and right answers, or parts of one."""
 
     text: str
     outputs: tuple[str, ...]
@@ -37,12 +32,9 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Generator:
-    """Makes prompts of all tasks for one tokenizer.
+    """Makes prompts of all tasks for one tokenizer, so many per task and length.
 
-    Attributes:
-        tokenizer: Folder with the tokenizer.
-        num_prompts: Prompts per task and length.
-        seed: Decides texts; 0 gives those that RULER publishes.
+    The seed decides texts; 0 gives those that RULER publishes.
     """
 
     tokenizer: Path

@@ -23,15 +23,9 @@ PACKAGE = DataPackage(
 
 @dataclass(frozen=True)
 class Task:
-    """One of RULER's tasks.
+    """One of RULER's tasks, such as `niah_single_1`, and its generator's script and arguments.
 
-    Attributes:
-        name: Such as `niah_single_1`.
-        script: Its generator.
-        arguments: What the generator is told for this task.
-        template: The prompt up to where the answer begins, with `{context}` and `{query}`.
-        max_tokens: Tokens that an answer may have.
-        metric: Key of `metrics.METRICS`.
+    The template is the prompt up to where the answer begins, with `{context}` and `{query}`.
     """
 
     name: str

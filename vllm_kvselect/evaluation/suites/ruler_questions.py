@@ -13,13 +13,10 @@ _ASKED_FOR = re.compile(r"(?<= for )(?P<key>.+?)(?= mentioned in the provided te
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a text.
+    """A question about a text, up to where the answer begins, and right answers, or parts of one.
 
-    Attributes:
-        text: The question, up to where the answer begins.
-        references: Right answers, or parts of one.
-        depth: Where in the text the answer stands, 0 is its beginning and 1 its end; None where
-            that is not one known place.
+    Its depth is where in the text the answer stands, 0 is its beginning and 1 its end; None where
+    that is not one known place.
     """
 
     text: str
