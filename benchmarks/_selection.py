@@ -14,8 +14,7 @@ from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.machine import fast_dtype
 from vllm_kvselect.paging.compaction import head_pages
 from vllm_kvselect.registry import METHODS
-from vllm_kvselect.scoring.inputs import ScoringInputs
-from vllm_kvselect.scoring.parts import scorer_named
+from vllm_kvselect.scoring.inputs import ScoringInputs, scorer_named
 from vllm_kvselect.scoring.value_norms import OutputProjection
 from vllm_kvselect.selecting.pruning import needed_value_norms
 from vllm_kvselect.selecting.selection import best_mask, stage_1_counts

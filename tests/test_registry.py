@@ -20,7 +20,7 @@ from vllm_kvselect.registry import (
 )
 from vllm_kvselect.scopes import SCOPES
 from vllm_kvselect.scorers import SCORERS, SERVED
-from vllm_kvselect.scoring.parts import scorer_named
+from vllm_kvselect.scoring.inputs import scorer_named
 from vllm_kvselect.selecting.ranking import RANKINGS
 
 RECORDED = Path(__file__).parent / "recorded_methods.txt"

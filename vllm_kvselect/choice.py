@@ -13,8 +13,7 @@ from vllm_kvselect.norms import FirstStage, SecondStage, Weights
 from vllm_kvselect.planning.cuts import first_pages
 from vllm_kvselect.registry import KNOWN_METHODS, Method
 from vllm_kvselect.scoring.held import Held
-from vllm_kvselect.scoring.inputs import ScoringInputs
-from vllm_kvselect.scoring.parts import scorer_named
+from vllm_kvselect.scoring.inputs import ScoringInputs, scorer_named
 from vllm_kvselect.scoring.value_norms import projected_value_l2_norms, projected_value_norms
 from vllm_kvselect.selecting.allocation import pyramid_blocks
 from vllm_kvselect.selecting.ranking import RANKINGS, Candidates

@@ -32,7 +32,7 @@ from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.paging.order import Sharing
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.scoring.held import Held
-from vllm_kvselect.scoring.parts import scorer_named
+from vllm_kvselect.scoring.inputs import scorer_named
 
 SIZES = {"MAX_MODEL_LEN": 20480, "NUM_BLOCKS": 4100}
 """Of `cuda_layers`: prompts of all lengths for which kernels differ."""

@@ -14,7 +14,8 @@ Sums are float32 in tiers 1 and 2.
 
 import math
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache, partial, wraps
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.kernels.build import load_library
 from vllm_kvselect.kernels.tiers import STORED, multiplied_dtype
+from vllm_kvselect.paging import compaction
 from vllm_kvselect.prefilling import criticality as references_of_prefill
 from vllm_kvselect.prefilling.criticality import Extremes
 from vllm_kvselect.scorers import Pooling, QueryGroup
@@ -160,34 +162,6 @@ def select(scores: torch.Tensor, budgets: torch.Tensor, num_retained: int) -> to
     return _call("best_indices", _rows(scores), budgets, num_retained)
 
 
-def read_pages(cache: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Twin of `compaction.read_pages`."""
-    return _call("read_pages", cache, pages, places)
-
-
-def read_entries(
-    cache: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, block_size: int
-) -> torch.Tensor:
-    """Twin of `compaction.read_entries`."""
-    return _call("read_entries", cache, slots, places, block_size)
-
-
-def write_entries(
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    places: torch.Tensor,
-    block_size: int,
-    entries: torch.Tensor,
-) -> None:
-    """Twin of `compaction.write_entries`."""
-    _call("write_entries", cache, slots, places, block_size, entries)
-
-
-def look_up(codes: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Twin of `compaction.look_up`."""
-    return _call("look_up", codes, numbers)
-
-
 def extremes(vectors: torch.Tensor, size: int) -> Extremes:
     """Twin of `criticality.extremes`."""
     if vectors.dtype not in STORED:
@@ -256,10 +230,25 @@ def _call(operator: str, *arguments: object) -> torch.Tensor:
     return result
 
 
+def _operator(reference: Any) -> Any:
+    """The operator of a reference's name, which takes what the reference takes."""
+
+    @wraps(reference)
+    def twin(*arguments: object) -> Any:
+        return _call(reference.__name__, *arguments)
+
+    return twin
+
+
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """The kernels read rows of neighbouring elements, at any stride between rows."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
+
+read_pages = _operator(compaction.read_pages)
+read_entries = _operator(compaction.read_entries)
+write_entries = _operator(compaction.write_entries)
+look_up = _operator(compaction.look_up)
 
 KERNELS = Kernels(
     snapkv_scores=snapkv_scores,

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pkgutil import resolve_name
 
 import torch
 
@@ -78,3 +80,10 @@ def absent_columns(num_absent: torch.Tensor, num_columns: int) -> torch.Tensor:
 Scorer = Callable[[ScoringInputs, EvictionConfig], torch.Tensor]
 """`(inputs, config)` -> importance of what comes before the window, the larger the better,
 `[num_kv_heads, num_tokens - window]`."""
+
+
+@cache
+def scorer_named(name: str) -> Scorer:
+    """The scorer that a name in the registry stands for, such as `snapkv:snapkv_scores`."""
+    found: Scorer = resolve_name(f"vllm_kvselect.scoring.{name}")
+    return found

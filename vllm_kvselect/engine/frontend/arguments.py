@@ -20,15 +20,13 @@ from vllm_kvselect.engine.frontend.options import add_cli_args as add_cli_args
 from vllm_kvselect.engine.frontend.options import given_options
 from vllm_kvselect.engine.platforms import PLATFORMS, platform, platform_name
 
-_ENGINE = "vllm_kvselect.engine"
-_CUT_SCHEDULERS = {
-    False: f"{_ENGINE}.scheduler.cut_scheduler.CutScheduler",
-    True: f"{_ENGINE}.scheduler.cut_scheduler.CutAsyncScheduler",
+_SCHEDULERS = {
+    (False, False): "cut_scheduler.CutScheduler",
+    (False, True): "cut_scheduler.CutAsyncScheduler",
+    (True, False): "checked_scheduler.CheckedScheduler",
+    (True, True): "checked_scheduler.CheckedAsyncScheduler",
 }
-_CHECKED_SCHEDULERS = {
-    False: f"{_ENGINE}.scheduler.checked_scheduler.CheckedScheduler",
-    True: f"{_ENGINE}.scheduler.checked_scheduler.CheckedAsyncScheduler",
-}
+"""In `engine/scheduler`, by whether they check, and whether they schedule asynchronously."""
 
 
 def from_cli_args(engine_args: EngineArgs, args: argparse.Namespace) -> None:
@@ -147,5 +145,5 @@ def after_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
 
 def choose_scheduler(scheduling: SchedulerConfig, eviction: EvictionConfig) -> None:
     """Takes our scheduler."""
-    schedulers = _CHECKED_SCHEDULERS if eviction.check_integrity else _CUT_SCHEDULERS
-    scheduling.scheduler_cls = schedulers[bool(scheduling.async_scheduling)]
+    name = _SCHEDULERS[eviction.check_integrity, bool(scheduling.async_scheduling)]
+    scheduling.scheduler_cls = f"vllm_kvselect.engine.scheduler.{name}"

@@ -44,11 +44,10 @@ class CheckedScheduler(CutScheduler):
         """vLLM's schedule, between two checks."""
         # The first sees what finished and aborted requests left: allocation might cover it up.
         self._check()
-        names = names_of(headwise_manager(self.kv_cache_manager))
+        names = names_of(self._manager)
         output = super().schedule(*args, **kwargs)
         self._check()
-        manager = headwise_manager(self.kv_cache_manager)
-        self._condemn(written_violations(manager, self.requests, output, names))
+        self._condemn(written_violations(self._manager, self.requests, output, names))
         return output
 
     def update_from_output(
@@ -56,8 +55,7 @@ class CheckedScheduler(CutScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """vLLM's update, without the tokens of the requests that are stopped."""
         if (report := StepReport.of(model_runner_output)) is not None:
-            manager = headwise_manager(self.kv_cache_manager)
-            self._condemn(plan_violations(manager, self.requests, report.plans))
+            self._condemn(plan_violations(self._manager, self.requests, report.plans))
         # Finished first, they get none of the tokens of this step, which may be wrong.
         stopped = self.finish_requests(self._condemned, RequestStatus.FINISHED_ERROR)
         self._condemned.clear()

@@ -34,7 +34,6 @@ from vllm_kvselect.engine.notice import StepNotice
 from vllm_kvselect.engine.platforms import has_drafter_layers, tokens_ahead, tokens_in_graph
 from vllm_kvselect.engine.report import StatesReport, StepReport
 from vllm_kvselect.engine.scheduler.block_manager import (
-    HeadwiseManager,
     PlannedManager,
     StateManager,
     headwise_manager,
@@ -52,7 +51,7 @@ class CutScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        manager = headwise_manager(self.kv_cache_manager)
+        self._manager = manager = headwise_manager(self.kv_cache_manager)
         manager.num_ahead = tokens_ahead(self.vllm_config)
         managers = self.kv_cache_manager.coordinator.single_type_managers
         manager.shares_states = len(managers) == 1
@@ -62,14 +61,14 @@ class CutScheduler(Scheduler):
             if isinstance(each, PlannedManager):
                 each.sizes = manager.sizes
         if any(isinstance(m, StateManager) for m in managers):
-            self._log_blocks(manager)
+            self._log_blocks()
         self._keeps_states = any(isinstance(m, StateManager) and m.keeps_states for m in managers)
         self._tokens_in_graph = tokens_in_graph(self.vllm_config)
 
-    def _log_blocks(self, manager: HeadwiseManager) -> None:
+    def _log_blocks(self) -> None:
         """Says what blocks are, where they are as large as a state."""
-        block_size, page_size = manager.sizes
-        group = self.kv_cache_config.kv_cache_groups[manager.kv_cache_group_id]
+        block_size, page_size = self._manager.sizes
+        group = self.kv_cache_config.kv_cache_groups[self._manager.kv_cache_group_id]
         logger.info(
             "KV eviction: a block holds %d tokens of the %d layers with full attention, in pages "
             "of %d, or states; %d blocks",
@@ -82,9 +81,7 @@ class CutScheduler(Scheduler):
     def add_request(self, request: Request) -> None:
         """Takes a new request; blocks that are computed sparsely get names of their own."""
         if request.request_id not in self.requests:
-            for manager in self.kv_cache_manager.coordinator.single_type_managers:
-                if isinstance(manager, HeadwiseManager):
-                    manager.name_blocks(request)
+            self._manager.name_blocks(request)
         super().add_request(request)
 
     def _reserve_prefill_lookahead(
@@ -94,8 +91,7 @@ class CutScheduler(Scheduler):
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
-        manager = headwise_manager(self.kv_cache_manager)
-        plan = manager.plan_of(request)
+        plan = self._manager.plan_of(request)
         if plan.is_stock:
             return num_new_tokens
         end = num_computed_tokens + num_new_tokens
@@ -104,7 +100,7 @@ class CutScheduler(Scheduler):
             in_graph = self._tokens_in_graph if cut.position <= plan.num_prompt_tokens else 0
             end = chunk_end(num_computed_tokens, end, cut, plan.settings.window, in_graph)
         if self._keeps_states:
-            border = manager.most_found(request)
+            border = self._manager.most_found(request)
             end = border if num_computed_tokens < border < end else end
         if plan.segments:
             end = plan.segments.last_border(end)
@@ -114,13 +110,12 @@ class CutScheduler(Scheduler):
         """vLLM's answer to whether a waiting request may be scheduled now."""
         if not super()._handle_blocked_waiting_request(request):
             return False
-        manager = headwise_manager(self.kv_cache_manager)
         if not shares_states(self.kv_cache_manager, request):
             return True
-        if manager.is_on_its_way(request, self.running):
+        if self._manager.is_on_its_way(request, self.running):
             return False
-        loads = manager.loads
-        return loads is None or not loads.must_wait(request, manager.plan_of(request))
+        loads = self._manager.loads
+        return loads is None or not loads.must_wait(request, self._manager.plan_of(request))
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's schedule; workers are told of cuts, and who begins with a context, or leaves one.
@@ -128,21 +123,20 @@ class CutScheduler(Scheduler):
         Blocks of a request that was preempted in this very schedule may be swapped for nothing.
         """
         scheduled = super().schedule(*args, **kwargs)
-        manager = headwise_manager(self.kv_cache_manager)
-        cached = scheduled.scheduled_cached_reqs
+        manager, cached = self._manager, scheduled.scheduled_cached_reqs
         begun = [new.req_id for new in scheduled.scheduled_new_reqs] + [*cached.resumed_req_ids]
         notice = StepNotice() if manager.loads is None else manager.loads.take_notice()
         swaps, runs = manager.take_swaps(), scheduled.num_scheduled_tokens
         notice.swaps = {name: swap for name, swap in swaps.items() if name in runs}
         notice.found = {name: manager.found[name] for name in begun if name in manager.found}
-        notice.stores = self._stores(manager, begun)
+        notice.stores = self._stores(begun)
         if notice.says_something:
             notice.add_to(scheduled)
         return scheduled
 
-    def _stores(self, manager: HeadwiseManager, begun: list[str]) -> dict[str, str]:
+    def _stores(self, begun: list[str]) -> dict[str, str]:
         """Names under which the contexts of requests that begin are to be stored."""
-        names: dict[str, str] = {}
+        manager, names = self._manager, dict[str, str]()
         for request in (self.requests[request_id] for request_id in begun):
             if manager.loads is not None and shares_states(self.kv_cache_manager, request):
                 plan, found = manager.plan_of(request), manager.found.get(request.request_id)
@@ -154,21 +148,21 @@ class CutScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """vLLM's update; stored contexts that workers have read are found from now on."""
-        loads = headwise_manager(self.kv_cache_manager).loads
+        loads = self._manager.loads
         if loads is not None and (report := StepReport.of(model_runner_output)) is not None:
             loads.finish(report.loads)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """vLLM's; blocks that wait for a stored context are given back before."""
-        if (loads := headwise_manager(self.kv_cache_manager).loads) is not None:
+        if (loads := self._manager.loads) is not None:
             loads.drop_all()
         return super().reset_prefix_cache(*args, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's statistics of a step, with the states that are held if they have changed."""
         stats, now = super().make_stats(*args, **kwargs), monotonic()
-        names = headwise_manager(self.kv_cache_manager).names
+        names = self._manager.names
         # Which are gone is asked state by state: once a second will do.
         if stats is not None and (names.has_new or now >= self._looked_at + 1):
             held, before, self._looked_at = names.held(), self._reported, now
