@@ -51,9 +51,7 @@ class NormalEquations:
     def add(self, features: torch.Tensor, targets: torch.Tensor) -> Self:
         """Adds samples.
 
-        Args:
-            features: `[num_heads, num_samples, num_features]`.
-            targets: `[num_heads, num_samples]`.
+        Features are `[num_heads, num_samples, num_features]`, targets `[num_heads, num_samples]`.
         """
         wide = features.double()
         self._gram.baddbmm_(wide.mT, wide)

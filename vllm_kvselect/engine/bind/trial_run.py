@@ -19,15 +19,10 @@ class ReachedError(Exception):
 def arguments(
     module: nn.Module, positions: torch.Tensor, hidden: torch.Tensor
 ) -> dict[str, torch.Tensor] | None:
-    """Arguments with which to call an attention module on some tokens.
+    """Arguments by name with which to call an attention module; None if it wants more than these.
 
-    Args:
-        module: The module that holds the attention layer.
-        positions: The tokens' positions, `[num_tokens]` int64.
-        hidden: Their hidden states, `[num_tokens, hidden_size]`.
-
-    Returns:
-        By name; None if the module wants more than these.
+    They are tokens' positions, `[num_tokens]` int64, and hidden states, `[num_tokens,
+    hidden_size]`.
     """
     given = {}
     for name, parameter in inspect.signature(module.forward).parameters.items():
