@@ -203,7 +203,8 @@ class CudaMetadataBuilder(HeadwiseBuilder):
         assert splitter is None or isinstance(splitter, DeviceSplitter)
         self.take_queries()
         decodes = splitter.decodes(common) if splitter else None
-        in_graph = self._may_be_in_graph(common)
+        # Whether a graph of a whole step may be captured or run with this metadata.
+        in_graph = common.num_actual_tokens <= self.largest_full_graph
         if decodes is None or not (in_graph or decodes.cuts.any()):
             return super().build(common_prefix_len, common, fast_build)
         assert isinstance(splitter, DeviceSplitter)
@@ -230,7 +231,3 @@ class CudaMetadataBuilder(HeadwiseBuilder):
     def _max_num_splits(self, in_graph: bool) -> int:
         """Parts into which the call may cut a sequence; 0 leaves it to the call."""
         return 0
-
-    def _may_be_in_graph(self, common: CommonAttentionMetadata) -> bool:
-        """Whether a graph of a whole step may be captured or run with this metadata."""
-        return common.num_actual_tokens <= self.largest_full_graph

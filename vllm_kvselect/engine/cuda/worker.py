@@ -66,8 +66,11 @@ class EvictionGPUWorker(EvictionWorker, Worker):
         specs = [spec for spec in self.get_kv_cache_spec().values() if type(spec) is HeadwiseSpec]
         if not specs:
             return 0
-        # Beside the cache everything is counted in pages, of which a block may have several.
-        spec, num_layers = _of_a_page(specs[0]), len(specs)
+        # Beside the cache everything is counted in pages, which are kernel blocks. A block may have
+        # several, and may be padded, for a state.
+        spec, num_layers = specs[0], len(specs)
+        size = spec.page_size or spec.block_size
+        spec = replace_as(spec, HeadwiseSpec, block_size=size, page_size_padded=None)
         scheduler, model = self.vllm_config.scheduler_config, self.model_config
         tables = buffer_bytes(
             scheduler.max_num_seqs,
@@ -108,9 +111,3 @@ class EvictionGPUWorker(EvictionWorker, Worker):
             num_rows = min(largest, max_num_seqs)
         num_windows = min(max_num_seqs, available // (held + window))
         return num_windows * window + num_rows * token + self._bytes_of_numbers(available)
-
-
-def _of_a_page(spec: HeadwiseSpec) -> HeadwiseSpec:
-    """The spec of a kernel block, which is a page; a block may be padded, for a state."""
-    size = spec.page_size or spec.block_size
-    return replace_as(spec, HeadwiseSpec, block_size=size, page_size_padded=None)

@@ -238,10 +238,6 @@ class HeadwiseManager(PlannedManager, FullAttentionManager):
             return False
         return self.names.is_named(request, made, index, block)
 
-    def disown(self, request_id: str) -> None:
-        """Lets nobody find what a request computes from now on: it may be wrong."""
-        self.names.forget(request_id)
-
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Hashes full blocks, and names packed ones of states."""
         super().cache_blocks(request, *args, **kwargs)

@@ -106,7 +106,7 @@ def mend(
     managers, pool = kv.coordinator.single_type_managers, kv.block_pool
     named = {block_id for violation in violations for block_id in violation.block_ids}
     for request_id in {name for violation in violations for name in violation.request_ids}:
-        headwise_manager(kv).disown(request_id)
+        headwise_manager(kv).names.forget(request_id)  # else others find what it computes
         for manager in managers:
             named |= {block.block_id for block in manager.req_to_blocks.get(request_id, ())}
             if request_id not in requests:
