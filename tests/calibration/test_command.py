@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from tests.engine.random_hybrids import granite_h
 from tests.offline.conftest import HEAD_SIZE, NUM_KV_HEADS, NUM_LAYERS
-from vllm_kvselect.calibration.contexts import read_contexts
+from vllm_kvselect.calibration.calibration import read_contexts
 from vllm_kvselect.calibration.settings import CalibrationConfig
 from vllm_kvselect.cli import app
 from vllm_kvselect.config import ConfigError, EvictionConfig

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.calibration.test_command import run
 from vllm_kvselect.calibration import calibration
+from vllm_kvselect.calibration.calibration import read_contexts
 from vllm_kvselect.calibration.checkpoint import Checkpoint
-from vllm_kvselect.calibration.contexts import read_contexts
 from vllm_kvselect.calibration.fit import fit
 from vllm_kvselect.calibration.settings import CalibrationConfig
 from vllm_kvselect.calibration.tuning import KEPT_EVERY, tuned

@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.calibration.test_command import run
-from vllm_kvselect.calibration.contexts import read_contexts
+from vllm_kvselect.calibration.calibration import read_contexts
 from vllm_kvselect.calibration.settings import QUICK, CalibrationConfig
 from vllm_kvselect.calibration.trial import Trial, tried
 from vllm_kvselect.probes.file import Probe

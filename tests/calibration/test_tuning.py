@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from vllm_kvselect.calibration.contexts import read_contexts
+from vllm_kvselect.calibration.calibration import read_contexts
 from vllm_kvselect.calibration.fit import fit
 from vllm_kvselect.calibration.normal_equations import Spread
 from vllm_kvselect.calibration.quality import BUDGETS, divergences

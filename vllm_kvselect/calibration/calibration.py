@@ -11,7 +11,6 @@ from rich.progress import Progress
 
 from vllm_kvselect import __version__
 from vllm_kvselect.calibration.checkpoint import Checkpoint
-from vllm_kvselect.calibration.contexts import read_contexts
 from vllm_kvselect.calibration.fit import fit
 from vllm_kvselect.calibration.normal_equations import Spread
 from vllm_kvselect.calibration.quality import BUDGETS, divergences
@@ -21,6 +20,7 @@ from vllm_kvselect.calibration.tuning import tuned
 from vllm_kvselect.machine import dtype_name
 from vllm_kvselect.offline.attention import attending_layers
 from vllm_kvselect.offline.models import load_model, load_tokenizer, model_folder
+from vllm_kvselect.offline.tasks import cases_of
 from vllm_kvselect.probes.file import ModelFacts, Probe, ProbeFacts, QualityFacts, make_place
 from vllm_kvselect.probes.fingerprint import fingerprint
 from vllm_kvselect.probes.places import default_path
@@ -117,6 +117,25 @@ def _probes(
 
     of_tuning = (weights, spread, contexts, config, done["tune"], begun, keep)
     return [weights, tuned(model, tokenizer, *of_tuning)]
+
+
+def read_contexts(
+    tokenizer: "PreTrainedTokenizerBase", config: CalibrationConfig, are_left_out: bool = False
+) -> list[list[int]]:
+    """Token ids of the texts that a probe is fitted to, kinds in turn; or of those left out.
+
+    There are several kinds, since what matters in code is not what matters in prose.
+
+    Raises:
+        EvaluationError: If texts and length do not fit.
+    """
+    num_texts = config.num_left_out if are_left_out else config.num_texts
+    seed = config.seed + are_left_out
+    by_kind = [
+        [case.context for case in cases_of(tokenizer, kind, num_texts, config.length, seed)]
+        for kind in config.texts
+    ]
+    return [context for turn in zip(*by_kind, strict=True) for context in turn]
 
 
 def model_facts(model: "PreTrainedModel", name: str) -> ModelFacts:

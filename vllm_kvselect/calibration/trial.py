@@ -17,14 +17,9 @@ if TYPE_CHECKING:
 
 
 class Trial(NamedTuple):
-    """What was measured.
+    """Seconds for a text that is fitted to, a step of the tuning and a text that is left out.
 
-    Attributes:
-        fit: Seconds for a text that is fitted to.
-        tune: Seconds for a step of the tuning.
-        judge: Seconds for a text that is left out.
-        memory: Bytes at the peak, the model among them: of the GPU where there is one, else of
-            this process.
+    Bytes at the peak, the model among them: of the GPU where there is one, else of this process.
     """
 
     fit: float

@@ -20,10 +20,7 @@ from vllm_kvselect.registry import METHODS
 
 
 def write(frame: pd.DataFrame, config: EvaluationConfig, seconds: float) -> list[Path]:
-    """Writes scores, tables and pictures into the configured folder, and names the files.
-
-    What earlier runs took does not count in `seconds`.
-    """
+    """Writes scores, tables and pictures into the configured folder, and names the files."""
     found = rows(frame)
     record = {
         "command": command(config),

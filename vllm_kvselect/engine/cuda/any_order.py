@@ -59,14 +59,8 @@ def attend(given: Mapping[str, Any], sequences: torch.Tensor, num_queries: torch
 class Trial(NamedTuple):
     """What the operator is asked before anything depends on it.
 
-    Attributes:
-        group: Query heads of a sequence.
-        head_size: Elements of a query.
-        page_size: Entries of a page.
-        dtypes: Of queries and of what is written.
-        device: Where they are.
-        constants: What else vLLM's function is given for `len(LENGTHS)` sequences.
-        longest_first: What finds orders and schedules.
+    Data types are of queries and of what is written; `constants` is what else vLLM's function is
+    given for `len(LENGTHS)` sequences.
     """
 
     group: int

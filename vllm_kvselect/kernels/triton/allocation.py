@@ -29,6 +29,8 @@ _CELLS = 4096
 
 _NUM_WARPS = 8
 
+_VARYING = ["segment_stride", "head_stride", "num_tokens", "num_heads"]
+
 
 def share_out(
     scores: torch.Tensor, num_packed: Sequence[int], block_size: int, share: int, unit: int
@@ -83,10 +85,7 @@ def _keys(scores_ptr, stride, num_heads, num_tokens, first, tokens, ROWS: tl.con
     return sortable(tl.load(scores_ptr + places, mask=inside, other=0.0)), inside
 
 
-@triton.jit(
-    do_not_specialize=["segment_stride", "head_stride", "num_tokens", "num_heads"],
-    do_not_specialize_on_alignment=["scores_ptr"],
-)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["scores_ptr"])
 def _digits_kernel(
     scores_ptr,
     segment_stride,
@@ -114,10 +113,7 @@ def _digits_kernel(
     tl.atomic_add(digits_ptr + DIGIT * 256 + values, counts, mask=counts > 0, sem="relaxed")
 
 
-@triton.jit(
-    do_not_specialize=["segment_stride", "head_stride", "num_tokens", "num_heads"],
-    do_not_specialize_on_alignment=["scores_ptr"],
-)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["scores_ptr"])
 def _counts_kernel(
     scores_ptr,
     segment_stride,
@@ -148,15 +144,7 @@ def _counts_kernel(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "segment_stride",
-        "head_stride",
-        "num_tokens",
-        "num_heads",
-        "share",
-        "unit",
-        "page",
-    ],
+    do_not_specialize=[*_VARYING, "share", "unit", "page"],
     do_not_specialize_on_alignment=["scores_ptr"],
 )
 def _pages_kernel(
