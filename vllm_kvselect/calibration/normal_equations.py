@@ -51,7 +51,9 @@ class NormalEquations:
     def add(self, features: torch.Tensor, targets: torch.Tensor) -> Self:
         """Adds samples.
 
-        Features are `[num_heads, num_samples, num_features]`, targets `[num_heads, num_samples]`.
+        Args:
+            features: `[num_heads, num_samples, num_features]`.
+            targets: `[num_heads, num_samples]`.
         """
         wide = features.double()
         self._gram.baddbmm_(wide.mT, wide)

@@ -27,8 +27,12 @@ def divergences(
 ) -> torch.Tensor:
     """How far the model is from the full cache while it repeats a text from what probes retain.
 
-    `part` tokens are repeated in one go. Probes are `[num_layers, num_features, num_kv_heads]`
-    each.
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        context: Token ids of the text.
+        probes: Weights, `[num_layers, num_features, num_kv_heads]` each.
+        part: Tokens that are repeated in one go.
 
     Returns:
         Nats a token, `[num_probes, len(BUDGETS)]`: the mean over all of the text.

@@ -66,8 +66,12 @@ def repeated(
 def divergence(logits: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     """How much worse a model foretells what the full cache says: a Kullback-Leibler divergence.
 
-    Of logits `[..., num_tokens, vocabulary_size]`, the full cache's without ways, it is nats of
-    each token, `[..., num_tokens]`, at least float32.
+    Args:
+        logits: `[..., num_tokens, vocabulary_size]`.
+        full: Those of the full cache, `[num_tokens, vocabulary_size]`.
+
+    Returns:
+        Nats of each token, `[..., num_tokens]`, at least float32.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     found, expected = (part.to(dtype).log_softmax(dim=-1) for part in (logits, full))

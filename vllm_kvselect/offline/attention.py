@@ -175,7 +175,10 @@ class OutputProjections:
     def of(self, layer: int, query: torch.Tensor, num_kv_heads: int) -> OutputProjection:
         """Computes a layer's W_O through the module's own forward, so quantised weights work too.
 
-        Queries, `[num_tokens, num_heads, head_size]`, tell shapes and dtype.
+        Args:
+            layer: Index of the layer.
+            query: Its queries, `[num_tokens, num_heads, head_size]`, for shapes and dtype.
+            num_kv_heads: Its KV heads.
 
         Raises:
             EvaluationError: If it is not known.

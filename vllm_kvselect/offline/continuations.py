@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 class Continuations:
     """Rows that share a prompt, each with entries and following tokens of its own.
 
-    Layers are captured from the prompt, or from more that begins with it. `retained` are the
-    entries that each row sees, `[num_rows, num_layers, num_kv_heads, num_prompt_tokens]` bool.
+    Args:
+        model: The model that `layers` were captured from.
+        layers: Captured from the prompt, or from more that begins with it.
+        prompt: Its token ids.
+        retained: Entries of the prompt that each row sees,
+            `[num_rows, num_layers, num_kv_heads, num_prompt_tokens]` bool.
     """
 
     _own_keys: list[torch.Tensor]
@@ -48,8 +52,12 @@ class Continuations:
     def run(self, token_ids: torch.Tensor, num_logits: int) -> torch.Tensor:
         """Runs the model over the next tokens of every row, which see those before them.
 
-        Of tokens `[num_rows, num_tokens]` the logits of the last ones are wanted, `[num_rows,
-        num_logits, vocabulary_size]`.
+        Args:
+            token_ids: `[num_rows, num_tokens]`.
+            num_logits: Of how many of the last tokens the logits are wanted.
+
+        Returns:
+            `[num_rows, num_logits, vocabulary_size]`.
         """
         start = self._retained.shape[-1] + self._own_keys[0].shape[2]
         if self._num_again:
@@ -102,7 +110,9 @@ class Continuations:
     def _attend_own(self, index: int, query: torch.Tensor) -> torch.Tensor:
         """Attention of new tokens to the prompt's retained entries and to the row's own tokens.
 
-        The query is scaled, `[num_rows, num_heads, num_new, head_size]`.
+        Args:
+            index: The layer's place among those that attend.
+            query: Scaled, `[num_rows, num_heads, num_new, head_size]`.
         """
         own_key, own_value = self._own_keys[index], self._own_values[index]
         num_rows, num_kv_heads, num_own, head_size = own_key.shape

@@ -12,9 +12,12 @@ if TYPE_CHECKING:
 
 
 def load_model(name: str, dtype: str, device: "torch.device | None" = None) -> "PreTrainedModel":
-    """Loads a causal language model, by folder or hub name, whose weights need no gradients.
+    """Loads a causal language model, whose weights need no gradients.
 
-    An empty name stands for the small model, an empty type for `default_dtype()`.
+    Args:
+        name: Folder or hub name; empty for the small model.
+        dtype: Of weights and activations, such as `float32`; empty for `default_dtype()`.
+        device: Where it runs; None for `default_device()`.
 
     Raises:
         EvaluationError: If transformers cannot load it.

@@ -7,9 +7,14 @@ MOST_BYTES = 2**28
 
 
 def run_pages(packed_blocks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Lists the head-wise pages of packed blocks, `[num_packed]`, in the order they are handed out.
+    """Lists the head-wise pages of a request's packed blocks in the order they are handed out.
 
-    These are `block_id * num_kv_heads + slot`, `[num_packed * num_kv_heads]`.
+    Args:
+        packed_blocks: Block ids, `[num_packed]`.
+        num_kv_heads: KV heads, and so pages, per block and layer.
+
+    Returns:
+        Page ids `block_id * num_kv_heads + slot`, `[num_packed * num_kv_heads]`.
     """
     slots = torch.arange(num_kv_heads, dtype=packed_blocks.dtype, device=packed_blocks.device)
     return (packed_blocks[:, None] * num_kv_heads + slots).flatten()
@@ -18,7 +23,12 @@ def run_pages(packed_blocks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 def head_pages(blocks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """Lists the pages of a prompt's blocks as vLLM fills them: head `h` in slot `h` of each.
 
-    Of blocks in token order, `[n]` int64, these are `[num_kv_heads, n]` int64.
+    Args:
+        blocks: Block ids in token order, `[n]` int64.
+        num_kv_heads: KV heads per block and layer.
+
+    Returns:
+        Page ids, `[num_kv_heads, n]` int64.
     """
     return blocks * num_kv_heads + torch.arange(num_kv_heads, device=blocks.device)[:, None]
 
@@ -27,8 +37,15 @@ def packed_slots(packed_blocks: torch.Tensor, num_kv_heads: int, block_size: int
     """Slot of every retained entry in the one-head view of the cache.
 
     Heads get whole pages, so the i-th retained entry, heads in order and tokens ascending, goes to
-    the i-th slot of the run, whatever the heads' budgets are. Of packed blocks, `[num_packed]`, the
-    slots `page * block_size + offset` are `[num_packed * num_kv_heads * block_size]` int64.
+    the i-th slot of the run, whatever the heads' budgets are.
+
+    Args:
+        packed_blocks: Block ids, `[num_packed]`.
+        num_kv_heads: KV heads per block and layer.
+        block_size: Entries per page.
+
+    Returns:
+        Slots `page * block_size + offset`, `[num_packed * num_kv_heads * block_size]` int64.
     """
     pages = run_pages(packed_blocks.to(torch.int64), num_kv_heads)
     offsets = torch.arange(block_size, dtype=torch.int64, device=pages.device)
@@ -99,10 +116,15 @@ def move_retained(
 
 
 def read_pages(cache: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Reads whole pages, or parts of them, in an order of one's own, `[n, m]`.
+    """Reads whole pages, or parts of them, in an order of one's own.
 
-    Of a cache `[num_pages, num_elements]`, rows at any stride, pages `[n]` int64 are read, of each
-    the elements at `places` in order, `[m]` int32.
+    Args:
+        cache: `[num_pages, num_elements]`, rows at any stride.
+        pages: Which pages, `[n]` int64.
+        places: Which elements of each, in order, `[m]` int32.
+
+    Returns:
+        `[n, m]`.
     """
     return cache.index_select(0, pages).index_select(1, places)
 
@@ -132,11 +154,27 @@ def write_entries(
     block_size: int,
     entries: torch.Tensor,
 ) -> None:
-    """Writes entries, `[n, m]`, where `read_entries` reads; no slot twice."""
+    """Writes what `read_entries` reads.
+
+    Args:
+        cache: As in `read_entries`.
+        slots: Likewise, none twice.
+        places: Likewise.
+        block_size: Entries per page.
+        entries: `[n, m]`.
+    """
     page, offset = slots // block_size, slots % block_size
     cache[page[:, None], places.view(block_size, -1)[offset]] = entries
 
 
 def look_up(codes: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Reads bytes, uint8 and contiguous, of any shape, as the `[256]` numbers they stand for."""
+    """Reads bytes as the numbers that they stand for.
+
+    Args:
+        codes: uint8, contiguous, of any shape.
+        numbers: What each byte stands for, `[256]`.
+
+    Returns:
+        Shaped as `codes`, of the numbers' dtype.
+    """
     return numbers.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)

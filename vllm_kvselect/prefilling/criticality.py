@@ -23,10 +23,15 @@ class Extremes(NamedTuple):
 
 
 def extremes(vectors: torch.Tensor, size: int) -> Extremes:
-    """The extremes of groups of `size` tokens, in the vectors' dtype: they are values of it.
+    """The extremes of groups of `size` tokens.
 
-    Queries or keys have their positions applied, `[num_heads, num_tokens, head_size]`; `num_tokens`
-    is a multiple of `size`.
+    Args:
+        vectors: Queries or keys with their positions applied, `[num_heads, num_tokens, head_size]`;
+            `num_tokens` is a multiple of `size`.
+        size: Tokens of a group.
+
+    Returns:
+        The extremes, of the dtype of `vectors`: they are values of it.
     """
     num_heads, _, head_size = vectors.shape
     groups = vectors.reshape(num_heads, -1, size, head_size)

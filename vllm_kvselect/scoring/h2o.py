@@ -23,10 +23,14 @@ def h2o_scores(inputs: ScoringInputs, config: EvictionConfig) -> torch.Tensor:
 
 
 def accumulate(inputs: ScoringInputs) -> torch.Tensor:
-    """Attention that queries pay to every key, `[num_kv_heads, num_tokens]`, at least float32.
+    """Attention that queries pay to every key. Blocked over queries, so that memory stays bounded.
 
-    Keys go from the prompt's first token to that of the last query. Summed over the queries,
-    averaged over the query group; blocked over queries, so that memory stays bounded.
+    Args:
+        inputs: Queries, and keys from the prompt's first token to that of the last query.
+
+    Returns:
+        `[num_kv_heads, num_tokens]`, at least float32: summed over the queries, averaged over the
+        query group.
     """
     num_queries, num_heads, _ = inputs.query.shape
     num_kv_heads, num_tokens, _ = inputs.key.shape

@@ -27,10 +27,14 @@ class HeldLayer(Protocol):
         """What scorers may read of this layer."""
 
     def read(self, pages: torch.Tensor, num_competing: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys of whole pages in their order, and values at least of the first `num_competing`.
+        """Keys of whole pages in their order, and values of the first of them at least.
 
-        Of page ids `[num_kv_heads, n]` int64 these are `[num_kv_heads, n * block_size, head_size]`,
-        the values perhaps fewer.
+        Args:
+            pages: Page ids of each head, `[num_kv_heads, n]` int64.
+            num_competing: Pages of which values are wanted.
+
+        Returns:
+            `[num_kv_heads, n * block_size, head_size]`, the values perhaps fewer.
         """
 
 

@@ -21,7 +21,12 @@ class StepQueries:
         self._queries: torch.Tensor | None = None
 
     def see(self, layer_index: int, query: torch.Tensor) -> None:
-        """Keeps the queries of a layer, of the batch's `[num_tokens, num_heads, head_size]`."""
+        """Keeps the queries of a layer.
+
+        Args:
+            layer_index: The layer's place in the group.
+            query: Queries of the batch, `[num_tokens, num_heads, head_size]`.
+        """
         kept = query[self._tokens]
         if self._queries is None:
             self._queries = kept.new_empty(self._num_layers, *kept.shape)

@@ -28,9 +28,14 @@ class Rotation:
     interleaved: bool = False
 
     def undo(self, vectors: torch.Tensor, first_position: int = 0) -> torch.Tensor:
-        """Turns vectors, `[..., num_tokens, head_size]`, back to what they were, at least float32.
+        """Turns vectors back to what they were before the rotation.
 
-        Beyond `rotated_size` nothing is rotated. `first_position` is the first token's.
+        Args:
+            vectors: `[..., num_tokens, head_size]`; beyond `rotated_size` nothing is rotated.
+            first_position: Position of the first token.
+
+        Returns:
+            The same shape, at least float32.
         """
         cos, sin = self.rows(first_position, vectors.shape[-2])
         stretch = cos.square() + sin.square()
@@ -72,8 +77,13 @@ class Rotation:
 def explains(rotation: Rotation | None, vectors: torch.Tensor, positions: Sequence[int]) -> bool:
     """Whether one token's queries, or keys, at several positions differ by the rotation alone.
 
-    They are `[len(positions), num_heads, head_size]`; without a rotation they are the same. So they
-    must be before it, up to rounding. Zeros show nothing.
+    Args:
+        rotation: How they may be rotated; None for not at all.
+        vectors: `[len(positions), num_heads, head_size]`.
+        positions: Where the token stood.
+
+    Returns:
+        Whether they are the same before the rotation, up to rounding. Zeros show nothing.
     """
     before = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
     if rotation is not None:

@@ -25,10 +25,17 @@ ShareOut = Callable[[torch.Tensor, Sequence[int], int, int, int], torch.Tensor]
 def uniform_pages(
     scores: torch.Tensor, num_packed: Sequence[int], block_size: int, config: EvictionConfig
 ) -> torch.Tensor:
-    """Gives every head of a segment the same number of pages, `[num_segments, num_heads]` int64.
+    """Gives every head of a segment the same number of pages.
 
-    A packed block holds one page per head. The signature is every allocator's; of scores only the
-    shape is read.
+    Args:
+        scores: `[num_segments, num_heads, num_tokens]`, only its shape is read.
+        num_packed: Packed blocks of each segment, of which each holds one page per head.
+        block_size: Entries per page, unused.
+        config: Unused; every allocator has this signature.
+
+    Returns:
+        Pages per head, `[num_segments, num_heads]` int64; the sum of a segment is its
+        `num_packed * num_heads`.
     """
     return on_device(num_packed, scores.device)[:, None].expand(scores.shape[:2]).contiguous()
 

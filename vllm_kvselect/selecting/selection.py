@@ -34,8 +34,10 @@ def best_mask(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 def stage_1_counts(budgets: torch.Tensor, alpha: float, num_first: int = 0) -> torch.Tensor:
     """Entries of every head that stage 1 retains, `[num_kv_heads]` int64.
 
-    They are a share `alpha` of the budgets, rounded down; of `num_first` tokens, which are retained
-    in any case, no second stage may drop any.
+    Args:
+        budgets: Entries per head, `[num_kv_heads]` int64.
+        alpha: Share of the budget, rounded down.
+        num_first: First tokens that are retained in any case: no second stage may drop them.
     """
     counts = (budgets.double() * alpha).to(torch.int64)
     return counts.clamp(min=num_first).minimum(budgets) if num_first else counts

@@ -19,10 +19,15 @@ class ReachedError(Exception):
 def arguments(
     module: nn.Module, positions: torch.Tensor, hidden: torch.Tensor
 ) -> dict[str, torch.Tensor] | None:
-    """Arguments by name with which to call an attention module; None if it wants more than these.
+    """Arguments with which to call an attention module on some tokens.
 
-    They are tokens' positions, `[num_tokens]` int64, and hidden states, `[num_tokens,
-    hidden_size]`.
+    Args:
+        module: The module that holds the attention layer.
+        positions: The tokens' positions, `[num_tokens]` int64.
+        hidden: Their hidden states, `[num_tokens, hidden_size]`.
+
+    Returns:
+        By name; None if the module wants more than these.
     """
     given = {}
     for name, parameter in inspect.signature(module.forward).parameters.items():

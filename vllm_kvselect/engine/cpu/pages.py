@@ -26,11 +26,14 @@ _QUANTIZED = {
 
 
 def one_head_view(kv_cache: torch.Tensor) -> torch.Tensor:
-    """Views a cache as a paged cache with a single KV head.
+    """Views the cache of a layer as a paged cache with a single KV head.
 
-    `[num_blocks, num_kv_heads, page_size, 2 * head_size]`, layout LBHNC, becomes `[num_blocks *
-    num_kv_heads, 1, 2 * page_size, head_size]`, the same memory; the first half of dimension 2 is
-    the page's keys, the second its values.
+    Args:
+        kv_cache: `[num_blocks, num_kv_heads, page_size, 2 * head_size]`, layout LBHNC.
+
+    Returns:
+        `[num_blocks * num_kv_heads, 1, 2 * page_size, head_size]`, the same memory; the first half
+        of dimension 2 is the page's keys, the second its values.
     """
     num_blocks, num_kv_heads, page_size, _ = kv_cache.shape
     return kv_cache.view(num_blocks * num_kv_heads, 1, 2 * page_size, -1)

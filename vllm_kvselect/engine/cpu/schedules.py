@@ -28,9 +28,13 @@ class Schedules:
     def of(
         self, layer_index: int, batch: OneHeadBatch, call: Call, query: torch.Tensor
     ) -> torch.Tensor:
-        """The plan of a call in a layer, which the kernel takes as `scheduler_metadata`.
+        """The plan of a call, which the kernel takes as `scheduler_metadata`.
 
-        Its queries are `[num_queries, group, head_size]`.
+        Args:
+            layer_index: The layer's place in the group.
+            batch: The step's batch.
+            call: A call of it in that layer.
+            query: The call's queries, `[num_queries, group, head_size]`.
         """
         seq_lens = call.table.seq_lens
         # Without page tables of all layers the next step has nothing to take over.

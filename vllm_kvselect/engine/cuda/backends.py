@@ -63,8 +63,11 @@ def reasons_against(backend: AttentionBackendEnum, vllm_config: VllmConfig) -> l
 def refuse_large_view(fa_version: int | None, key_pages: torch.Tensor) -> None:
     """Checks that a kernel can address the memory of all layers as one cache.
 
-    FlashAttention 2 and 3 and vLLM's Triton kernel count in 64 bits. `key_pages` are those of all
-    layers, `[num_pages, block_size, 1, head_size]`.
+    FlashAttention 2 and 3 and vLLM's Triton kernel count in 64 bits.
+
+    Args:
+        fa_version: FlashAttention's.
+        key_pages: Keys of all layers, `[num_pages, block_size, 1, head_size]`.
 
     Raises:
         ConfigError: If it is not known to.

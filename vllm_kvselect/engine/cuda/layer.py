@@ -22,9 +22,14 @@ from vllm_kvselect.paging.page_table import PageTable
 def one_head_view(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Views the memory of all layers as a paged cache with a single KV head.
 
-    Of a layer's cache, `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, layout LBHNC, it
-    gives keys and values, `[num_layers * num_blocks * num_kv_heads, block_size, 1, head_size]`
-    each, the same memory, with the strides that TMA wants.
+    Args:
+        kv_cache: The cache of one of the layers,
+            `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, layout LBHNC.
+        head_size: Elements per key and per value.
+
+    Returns:
+        Keys and values, `[num_layers * num_blocks * num_kv_heads, block_size, 1, head_size]` each,
+        the same memory, with the strides that TMA wants.
     """
     pages = all_layers(kv_cache).flatten(0, 1).unsqueeze(2)
     key, value = pages.split(head_size, dim=-1)

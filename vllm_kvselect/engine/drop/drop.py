@@ -1,5 +1,9 @@
 """Drop: cuts of requests with equal settings, made in all layers at once.
 
+What competes are columns: of a prompt its tokens, later the entries that earlier cuts retained and
+those behind them. A cut is made at the beginning of the step after the one that reaches it, before
+anything of that step is written: so no token waits for it that was computed before.
+
 A drafter's layers choose nothing: they retain what layers of the target do (`followed_layers`). So
 no method needs anything of them, and what the target retains is what it would be without a drafter.
 """
@@ -153,8 +157,10 @@ class Drop:
     def _move(self, retained: torch.Tensor, layers: slice) -> None:
         """Moves what some layers retain into their packed blocks.
 
-        `retained` are `(row * num_kv_heads + head) * num_competing + column`, rows of these layers
-        alone, ascending, `[n]` int64.
+        Args:
+            retained: `(row * num_kv_heads + head) * num_competing + column`, rows of these layers
+                alone, ascending, `[n]` int64.
+            layers: The layers.
         """
         packed_blocks = self._packed_blocks(layers)
         pages = self.columns.pages[:, layers].flatten(0, 2)

@@ -66,8 +66,9 @@ class RetentionState(PageOffsets):
     def keep_numbers(self, packed_blocks: torch.Tensor, numbers: torch.Tensor) -> None:
         """Remembers the numbers of packed entries.
 
-        Their blocks in the memory of all layers are `[n]` int64, the numbers of the entries in
-        their order `[n * num_kv_heads * page_size]`.
+        Args:
+            packed_blocks: Their blocks in the memory of all layers, `[n]` int64.
+            numbers: Those of the entries in their order, `[n * num_kv_heads * page_size]`.
         """
         assert self.numbers is not None
         pages = head_pages(packed_blocks, self.num_kv_heads).T.flatten()

@@ -1,4 +1,8 @@
-"""What eviction did, from the workers' reports to vLLM's `/metrics`."""
+"""What eviction did, from the workers to vLLM's `/metrics`.
+
+A worker reports what it packed in a step (`report.py`). `EvictionStatLogger` takes the report out
+of vLLM's statistics in the front end.
+"""
 
 from typing import Any
 

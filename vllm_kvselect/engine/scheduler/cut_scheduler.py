@@ -1,11 +1,15 @@
 """vLLM's schedulers, whose chunks end at cuts; a request may wait for what another computes.
 
-No chunk runs past a cut: neither that of a long prompt, nor that of a request that resumes, nor one
-with drafts. And nobody sees the queries of a step that runs as one graph: so no step computes as
-few of the tokens that a cut looks through as a graph takes of a request. A sparse segment is
-computed in one step, so a chunk that would end inside one ends before it, or waits. Beside
-attention, a request that resumes needs the state behind the last token it takes from the prefix
-cache: a chunk ends there, where it is kept.
+Cuts: what a request computes up to one is computed before it, and the rest after it. So no chunk
+runs past any: neither that of a long prompt, nor that of a request that resumes, nor one with
+drafts. And nobody sees the queries of a step that runs as one graph: so no step computes as few of
+the tokens that a cut looks through as a graph takes of a request.
+
+Sparse prefills: a segment is computed in one step. So a chunk that would end inside one ends before
+it, and a request whose next segment does not fit into a step waits.
+
+States beside attention: a request that resumes needs the state behind the last token it takes from
+the prefix cache. So a chunk ends there, where it is kept.
 
 Requests that come with the same beginning at once would all compress it. The first one does; the
 others wait until they can read what it made. So do those whose marked context is in a folder, until

@@ -48,7 +48,12 @@ class KeyBlocks:
         return Extremes(largest, smallest)
 
     def add(self, key: torch.Tensor, layer: SparseLayer) -> None:
-        """Adds the blocks that follow those known, by keys `[num_kv_heads, n, head_size]`."""
+        """Adds the blocks that follow those known.
+
+        Args:
+            key: Their keys, `[num_kv_heads, n, head_size]`.
+            layer: The layer.
+        """
         new = layer.kernels.extremes(key, self._block)
         num_new = new.largest.shape[1]
         added = slice(self.num_known, self.num_known + num_new)

@@ -169,9 +169,13 @@ def sparse_batch(rows: list[SparseRow], max_seq_len: int, num_kv_heads: int) -> 
 
 
 def joined(tables: list[PageTable]) -> PageTable:
-    """Puts the tables of rows below each other, as kernels take them: int32.
+    """Puts the tables of rows below each other, as kernels take them.
 
-    They are as wide as the widest, `[num_sequences, width]`, filled up with 0.
+    Args:
+        tables: Of each row `[num_sequences, width]` and `[num_sequences]`.
+
+    Returns:
+        Both int32; as wide as the widest, filled up with 0.
     """
     width = max(table.pages.shape[1] for table in tables)
     pages = [

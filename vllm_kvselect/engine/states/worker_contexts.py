@@ -21,8 +21,11 @@ from vllm_kvselect.store.folder import Folder
 class StoredContexts:
     """What a worker has in a folder, and how it gets there and back.
 
-    `memory` are the caches of all layers, `[num_layers * num_blocks, num_kv_heads, page_size,
-    ...]`.
+    Args:
+        memory: The caches of all layers as one, `[num_layers * num_blocks, num_kv_heads, page_size,
+            ...]`.
+        state: Page offsets of what is in it.
+        transfers: The files.
     """
 
     def __init__(self, memory: torch.Tensor, state: RetentionState, transfers: Transfers) -> None:

@@ -156,15 +156,20 @@ class HeadwiseImpl(ABC):
     ) -> None:
         """The backend's own call, over pages of single heads.
 
-        The query is `[num_queries, group, head_size]`, the output, written in place, of its shape;
-        rows may be apart. The batch bounds the sequences' lengths.
+        Args:
+            layer: vLLM's layer, with its scales.
+            query: `[num_queries, group, head_size]`.
+            batch: What bounds the sequences' lengths.
+            call: Which sequences they are.
+            output: Written in place, shaped as `query`; rows may be apart.
         """
 
     @abstractmethod
     def read_keys(self, pages: torch.Tensor) -> torch.Tensor:
         """Keys of whole pages in their order, `[num_kv_heads, n, head_size]`.
 
-        Page ids of each head are `[num_kv_heads, m]` int64, in the memory of all layers.
+        Args:
+            pages: Page ids of each head in the memory of all layers, `[num_kv_heads, m]` int64.
         """
 
     @abstractmethod

@@ -10,8 +10,12 @@ from vllm_kvselect.config import ConfigError
 def all_layers(kv_cache: torch.Tensor) -> torch.Tensor:
     """Views the memory in which the cache of a layer lies, that of all layers, as one cache.
 
-    `[num_blocks, num_kv_heads, page_size, 2 * head_size]`, layout LBHNC, becomes `[num_layers *
-    num_blocks, ...]`: block `b` of layer `l` is block `l * num_blocks + b`.
+    Args:
+        kv_cache: `[num_blocks, num_kv_heads, page_size, 2 * head_size]`, layout LBHNC.
+
+    Returns:
+        `[num_layers * num_blocks, num_kv_heads, page_size, 2 * head_size]`, the same memory: block
+        `b` of layer `l` is block `l * num_blocks + b`.
     """
     block_bytes = kv_cache[0].numel() * kv_cache.element_size()
     num_blocks = kv_cache.untyped_storage().nbytes() // block_bytes

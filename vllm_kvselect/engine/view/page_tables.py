@@ -40,8 +40,9 @@ class PageOffsets:
     def store(self, keys: torch.Tensor, offsets: torch.Tensor) -> None:
         """Remembers where the pages of the heads of some requests start.
 
-        `keys` are ids of their first packed blocks, `[n]` int64; offsets `[n, num_layers,
-        num_kv_heads + 1]`.
+        Args:
+            keys: Ids of their first packed blocks, `[n]` int64.
+            offsets: `[n, num_layers, num_kv_heads + 1]`.
         """
         self.offsets[keys] = offsets.to(self.offsets.dtype)
         self.version += 1

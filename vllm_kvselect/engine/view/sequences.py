@@ -41,7 +41,8 @@ class Call(NamedTuple):
     def take(self, by_head: torch.Tensor) -> torch.Tensor:
         """Their part of `[num_tokens, num_kv_heads, group, head_size]`, sequence by sequence.
 
-        It is `[num_queries, group, head_size]`; of contiguous tensors a view, if `pairs` permit.
+        Returns:
+            `[num_queries, group, head_size]`; of contiguous tensors a view, if `pairs` permit.
         """
         if self.pairs != (slice(0, len(by_head)),):
             by_head = by_head[self.pairs]
@@ -88,7 +89,12 @@ class OneHeadBatch:
     ) -> Iterator[Call]:
         """All sequences in one call, or with attention sinks those of one KV head after the other.
 
-        A kernel takes one set of sinks for all sequences of a call; a layer's are `[num_heads]`.
+        A kernel takes one set of sinks for all sequences of a call.
+
+        Args:
+            table: Pages and lengths of a layer's sequences.
+            num_kv_heads: KV heads on this rank.
+            sinks: The layer's attention sinks, `[num_heads]`, or None.
         """
         if sinks is None:
             yield Call(self.pairs, self.query_start_loc, table, None)
