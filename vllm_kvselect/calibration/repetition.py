@@ -25,10 +25,16 @@ def repeated(
 ) -> torch.Tensor:
     """Lets the model repeat a part of a text, word for word, with a gate before every entry.
 
-    Attention to an entry is multiplied by its gate, before the weights are brought to a sum of 1. A
-    gate of 1 shows the entry as it is, one of 0 hides it as if it were dropped. Layers are captured
-    from the context, or from more that begins with it. `log_gates` are `[num_ways, num_layers,
-    num_kv_heads, num_tokens]`, each way a repetition of its own. Gradients reach them.
+    Attention to an entry is multiplied by its gate, before the weights are brought to a sum of 1.
+    A gate of 1 shows the entry as it is, one of 0 hides it as if it were dropped.
+
+    Args:
+        model: The model that `layers` were captured from.
+        layers: Captured from the context, or from more that begins with it.
+        context: Its token ids.
+        chunk: The part, and what makes the model repeat it.
+        log_gates: `[num_ways, num_layers, num_kv_heads, num_tokens]`, each way a repetition of its
+            own. Gradients reach it.
 
     Returns:
         Logits of the part's tokens, `[num_ways, chunk_size, vocabulary_size]`.
@@ -89,9 +95,14 @@ def _attention(
     """Attention of the last tokens to gated ones and, causally, to each other.
 
     The logarithm of a gate is one more element of its key, whose counterpart in every query is 1.
-    So PyTorch's fused attention adds it, and keeps no matrix of weights for the gradients. Queries
-    are `[num_ways, num_heads, num_queries, head_size]`, keys and values `[num_ways, num_kv_heads,
-    num_context + num_queries, head_size]`, gates `[num_ways, num_kv_heads, num_context]`.
+    So PyTorch's fused attention adds it, and keeps no matrix of weights for the gradients.
+
+    Args:
+        query: `[num_ways, num_heads, num_queries, head_size]`.
+        key: `[num_ways, num_kv_heads, num_context + num_queries, head_size]`.
+        value: Likewise.
+        log_gates: `[num_ways, num_kv_heads, num_context]`.
+        scale: Softmax scale.
     """
     num_queries, num_context, head_size = query.shape[2], log_gates.shape[2], query.shape[3]
     # By KV head, its group's queries in a row: keys and values are not copied for each of them.

@@ -17,9 +17,14 @@ if TYPE_CHECKING:
 
 
 class Trial(NamedTuple):
-    """Seconds for a text that is fitted to, a step of the tuning and a text that is left out.
+    """What was measured.
 
-    Bytes at the peak, the model among them: of the GPU where there is one, else of this process.
+    Attributes:
+        fit: Seconds for a text that is fitted to.
+        tune: Seconds for a step of the tuning.
+        judge: Seconds for a text that is left out.
+        memory: Bytes at the peak, the model among them: of the GPU where there is one, else of
+            this process.
     """
 
     fit: float

@@ -52,11 +52,19 @@ def tuned(
     go altogether, as the digits of a number, where many others gain a little.
 
     What is returned is half way between the weights at the beginning and those at the end. Most of
-    the gain is there, and what the repetition of these texts does not ask for is kept as well as it
-    was. Weights, `[num_layers, num_features, num_kv_heads]`, are tuned in the units of the
-    features' spread. `keep` is called every `KEPT_EVERY` steps with all that later steps depend on,
-    `done` after each; `begun` is what `keep` got last of a tuning that was stopped, and this one
-    goes on from there.
+    the gain is there, and what the repetition of these texts does not ask for is kept as well as
+    it was.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        weights: To begin with, `[num_layers, num_features, num_kv_heads]`.
+        spread: Of the features: weights are tuned in its units.
+        contexts: Token ids of the texts.
+        config: Steps, size of the parts, rate, seed.
+        done: Called after each step.
+        begun: What `keep` got last of a tuning that was stopped: this one goes on from there.
+        keep: Called every `KEPT_EVERY` steps with all that later steps depend on.
 
     Raises:
         EvaluationError: If the model does not attend plainly, or its rotations are not known.

@@ -38,11 +38,24 @@ class Mean:
 
 @dataclass(frozen=True)
 class Row:
-    """What a setting reached at a length; fields as in `Prediction`, and means over its examples.
+    """What a setting reached at a length.
 
-    Scores and numbers of examples are by task; tasks that are `solved` count in the means. `score`
-    is None if the full cache solves none, NLL, in nats per token, and accuracy where they were not
-    measured; tokens are of answers that the model ends itself.
+    Attributes:
+        scenario: As in `Prediction`, with what follows.
+        length: Length that was asked for.
+        method: The method.
+        budget: Its budget.
+        through: Who answered.
+        against: The method that differences are to.
+        retained: Mean share of the entries that were retained.
+        scores: Mean score by task, 0 to 1.
+        num_examples: Examples by task.
+        solved: Tasks that count in the means.
+        score: Of the tasks that the full cache solves; None if it solves none.
+        nll: Negative log-likelihood of their right answers, in nats per token; None where it was
+            not measured.
+        accuracy: Share of the right answers' tokens that are the likeliest, or None.
+        tokens: Of answers that the model ends itself, or None.
     """
 
     scenario: str

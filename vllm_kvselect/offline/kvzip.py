@@ -132,11 +132,16 @@ def chunks(
 def _most_attention(
     query: torch.Tensor, context_key: torch.Tensor, own_key: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """The most attention that any query pays to each token of the context, at least float32.
+    """The most attention that any query pays to each token of the context.
 
-    Queries are `[num_heads, num_queries, head_size]`. All of them see the context's keys,
-    `[num_kv_heads, num_context, head_size]`, and from their own token on the others. The result is
-    `[num_kv_heads, num_context]`.
+    Args:
+        query: `[num_heads, num_queries, head_size]`.
+        context_key: `[num_kv_heads, num_context, head_size]`, seen by all queries.
+        own_key: `[num_kv_heads, num_queries, head_size]`, seen from their own token on.
+        scale: Softmax scale.
+
+    Returns:
+        `[num_kv_heads, num_context]`, at least float32.
     """
     num_kv_heads, num_context, head_size = context_key.shape
     num_queries = query.shape[1]

@@ -48,10 +48,14 @@ def command_line(
     eviction: Mapping[str, Any],
     defaults: Mapping[str, Any],
 ) -> str:
-    """The command line of a configuration, from words it begins with; defaults are left out.
+    """The command line of a configuration; defaults are left out.
 
-    Its fields are the options; those of `EvictionConfig` follow `--set`. Fields may have other
-    `defaults` than the class's, and None if they are no options.
+    Args:
+        words: What it begins with.
+        config: The configuration, whose fields are the options.
+        eviction: Further fields of `EvictionConfig`, for `--set`.
+        defaults: Of fields that have other ones than the configuration's class; None for those that
+            are not options.
     """
     words = list(words)
     for name, field in type(config).model_fields.items():

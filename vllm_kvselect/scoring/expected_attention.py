@@ -143,8 +143,13 @@ def _log_expectations(
 ) -> torch.Tensor:
     """`linear k + k quadratic k` of every key and query head, blocked over the keys.
 
-    Of keys `[num_kv_heads, num_keys, head_size]`, linear `[num_kv_heads, group, head_size]` and
-    quadratic `[num_kv_heads, group, head_size, head_size]` it is `[num_kv_heads, group, num_keys]`.
+    Args:
+        key: `[num_kv_heads, num_keys, head_size]`.
+        linear: `[num_kv_heads, group, head_size]`.
+        quadratic: `[num_kv_heads, group, head_size, head_size]`.
+
+    Returns:
+        `[num_kv_heads, group, num_keys]`.
     """
     found = linear.new_empty(*linear.shape[:2], key.shape[1])
     step = max(1, _BLOCK_ELEMENTS // linear.numel())
