@@ -9,8 +9,14 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from tests.engine.adapters import RANK, random_adapter
-from tests.engine.all_methods import engines_of
-from tests.engine.conftest import BLOCK_SIZE, Answer, Engine, EngineFactory, preempting_all
+from tests.engine.conftest import (
+    BLOCK_SIZE,
+    Answer,
+    Engine,
+    EngineFactory,
+    engines_of,
+    preempting_all,
+)
 from tests.engine.machine import BUT_PREFILL
 from tests.engine.random_models import (
     SHAPE,

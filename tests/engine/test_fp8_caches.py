@@ -16,10 +16,9 @@ from vllm.model_executor.layers.attention import attention
 
 from tests.engine.all_methods import (
     check_nothing_dropped_is_stock,
-    engines_of,
     serve_all_methods,
 )
-from tests.engine.conftest import EngineFactory, needs_fp8_caches
+from tests.engine.conftest import EngineFactory, engines_of, needs_fp8_caches
 from tests.engine.random_models import random_gpt_oss
 from tests.load.mixture import BLOCK_SIZE, MAX_MODEL_LEN, SERVER, Answer, Request, difference, serve
 from tests.load.mixture.requests import SETTINGS

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.all_methods import engines_of
-from tests.engine.conftest import Answer, EngineFactory
+from tests.engine.conftest import Answer, EngineFactory, engines_of
 from tests.engine.random_hybrids import granite_h, saved
 from tests.engine.random_models import random_llama, random_mimo, random_prompts
 from tests.engine.test_cuda_end_to_end import SETTINGS as SIZES
