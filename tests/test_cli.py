@@ -133,24 +133,6 @@ def test_plan_takes_a_fraction_that_is_enough_of_the_longest_prompt() -> None:
     assert run("plan", "--prompt-len", "40", "--budget", "64", "--method", "none").exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (("--budget", "many"), "budget = 'many'"),
-        (("--budget", "1.5"), "budget = 1.5"),
-        (("--budget", "0"), "budget = 0"),
-        (("--window", "0"), "window = 0"),
-        (("--method", "h2"), "method = 'h2'"),
-    ],
-)
-def test_refused_value_is_one_line_on_stderr(options: tuple[str, str], named: str) -> None:
-    result = run("plan", "--prompt-len", "1000", *options)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith(f"error: {named} is not accepted")
-    assert result.stderr.count("\n") == 1
-
-
 def test_model_that_cannot_be_made_is_one_line_on_stderr() -> None:
     result = run("tiny-model", XDG_CACHE_HOME="/dev/null")
     assert result.exit_code == 2

@@ -1,12 +1,11 @@
 """Methods are named parts: every name stands for something, and for the same as ever."""
 
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from tests.own_process import python
 from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.norms import NORMS
 from vllm_kvselect.registry import (
@@ -236,7 +235,4 @@ print("known")
 def test_a_new_scorer_is_known_everywhere_by_its_file_and_one_entry(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(NEW_FILE, encoding="utf-8")
     script = f"FOLDER = {str(tmp_path)!r}\n{NEW_ENTRY}\n{PROBED}"
-    command = [sys.executable, "-c", script]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "known\n"
+    assert python("-c", script).stdout == "known\n"
