@@ -79,9 +79,10 @@ def on_both(
 ) -> tuple[T, T]:
     """What engines with either backend are asked and answer, the CPU's last."""
     found = []
-    for kind in ("FlashAttention", "CPUAttention"):
+    for kind in ("FlashAttention", "CPU"):
         with start_engine(eviction, num_blocks, **{**SETTINGS, **settings}) as engine:
-            assert f"Headwise{kind}Impl" in {type(impl).__name__ for impl in engine.impls}
+            builders = {type(builder).__name__ for builder in engine.worker._builders}
+            assert builders == {f"Headwise{kind}MetadataBuilder"}
             found.append(ask(engine))
         patch.undo()
     return found[0], found[1]
