@@ -8,10 +8,7 @@ from hypothesis import strategies as st
 from tests import oracle
 from tests.strategies import kv_heads, many, tied_scores
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.selecting.allocation import (
-    adaptive_pages,
-    pyramid_blocks,
-)
+from vllm_kvselect.selecting.allocation import adaptive_pages, pyramid_blocks
 
 small_blocks = st.sampled_from((1, 4, 8, 16))
 safeguards = st.one_of(st.sampled_from((0.0, 0.2, 0.5, 1.0)), st.floats(0.0, 1.0))

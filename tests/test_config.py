@@ -6,14 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vllm_kvselect.config import (
-    KEYS,
-    METHOD_NAMES,
-    SETTINGS,
-    ConfigError,
-    EvictionConfig,
-    Prefill,
-)
+from vllm_kvselect.config import KEYS, METHOD_NAMES, SETTINGS, ConfigError, EvictionConfig, Prefill
 from vllm_kvselect.scorers import Pooling
 
 REJECTED: list[tuple[dict[Any, Any], str, str]] = [

@@ -7,15 +7,7 @@ from hypothesis import strategies as st
 
 from tests import oracle
 from tests.method_cases import METHOD_CASES, MethodCase, every_method_case, every_pooled_case
-from tests.strategies import (
-    Layer,
-    Shape,
-    few,
-    frequencies,
-    random_layer,
-    seeds,
-    shapes,
-)
+from tests.strategies import Layer, Shape, few, frequencies, random_layer, seeds, shapes
 from vllm_kvselect.choice import Retention, retain
 from vllm_kvselect.config import METHOD_NAMES
 from vllm_kvselect.registry import KNOWN_METHODS, METHODS

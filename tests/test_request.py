@@ -5,13 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvselect.config import (
-    METHOD_NAMES,
-    OVERRIDE_NAMES,
-    ConfigError,
-    EvictionConfig,
-    Prefill,
-)
+from vllm_kvselect.config import METHOD_NAMES, OVERRIDE_NAMES, ConfigError, EvictionConfig, Prefill
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.request import (
     FULL_CACHE,

@@ -6,16 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import oracle
-from tests.strategies import (
-    Layer,
-    Shape,
-    few,
-    random_layer,
-    scoring_inputs,
-    seeds,
-    shapes,
-    some,
-)
+from tests.strategies import Layer, Shape, few, random_layer, scoring_inputs, seeds, shapes, some
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scoring.snapkv import snapkv_scores, window_attention
 

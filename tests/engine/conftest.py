@@ -20,12 +20,7 @@ from vllm.utils import func_utils
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.quick_starts import look_at_models_here, start_quickly
-from tests.engine.random_models import (
-    random_gemma3,
-    random_gpt_oss,
-    random_llama,
-    random_persimmon,
-)
+from tests.engine.random_models import random_gemma3, random_gpt_oss, random_llama, random_persimmon
 from tests.engine.server import serving
 from tests.marks import starts_engine
 from tests.probe_files import probe_of
@@ -36,8 +31,7 @@ from vllm_kvselect.tiny_model import shallow_copy, tiny_model
 
 T = TypeVar("T")
 needs_fp8_caches = pytest.mark.skipif(
-    not has_fp8_caches(),
-    reason="vLLM has no fp8 cache without AVX-512 or AMX",
+    not has_fp8_caches(), reason="vLLM has no fp8 cache without AVX-512 or AMX"
 )
 every_architecture = pytest.mark.parametrize(
     "random_model",

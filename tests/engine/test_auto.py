@@ -10,11 +10,7 @@ import pytest
 
 from tests.engine.conftest import EngineFactory
 from tests.engine.random_hybrids import falcon_h1, saved
-from tests.engine.random_models import (
-    random_gemma3,
-    random_llama,
-    with_positions_of_several_parts,
-)
+from tests.engine.random_models import random_gemma3, random_llama, with_positions_of_several_parts
 from tests.engine.test_arguments import parse, said
 from tests.engine.test_unreadable_projections import PROMPT
 from tests.probe_files import probe_of
@@ -183,9 +179,7 @@ def test_it_may_stand_in_a_file_and_in_additional_config(tmp_path: Path) -> None
     assert chosen("--additional-config", additional, *AUTO) == "layer-probe"
 
 
-def test_a_misspelt_method_is_answered_with_the_nearest(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_misspelt_method_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--kv-eviction", "layer-prob")
     assert "did you mean 'layer-probe'?" in capsys.readouterr().err

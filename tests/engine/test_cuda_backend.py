@@ -27,13 +27,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from tests.engine import flash_attention, triton_attention
 from tests.engine.cuda_layers import WIDE, Layers, vllm_config
-from tests.engine.cuda_requests import (
-    HEAD_SIZE,
-    MAX_NUM_SEQS,
-    NUM_KV_HEADS,
-    NUM_LAYERS,
-    Request,
-)
+from tests.engine.cuda_requests import HEAD_SIZE, MAX_NUM_SEQS, NUM_KV_HEADS, NUM_LAYERS, Request
 from tests.kernels.unsynchronised import unsynchronised
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine.cuda import any_order, tables
@@ -680,10 +674,7 @@ def test_vllms_compiler_fuses_no_quantisation_into_outputs() -> None:
 
 @pytest.mark.parametrize(
     ("values", "reason"),
-    [
-        ({"alibi_slopes": [0.5] * 4}, "ALiBi"),
-        ({"logits_soft_cap": 30.0}, "a logits soft cap"),
-    ],
+    [({"alibi_slopes": [0.5] * 4}, "ALiBi"), ({"logits_soft_cap": 30.0}, "a logits soft cap")],
 )
 def test_layers_that_the_one_head_view_cannot_express_are_refused(
     values: dict[str, Any], reason: str, backend: Any

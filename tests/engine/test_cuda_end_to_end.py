@@ -32,11 +32,7 @@ METHODS = (None, "layer-defensivekv", None, "knorm")
 EVICTION = {"method": "adakv-perturb", "budget": 96, "allow_override": ["method"]}
 # So few blocks that requests are preempted, and resume with chunks past their prompts' ends.
 NUM_BLOCKS = 17
-SETTINGS: dict[str, Any] = {
-    "max_num_batched_tokens": 100,
-    "max_num_seqs": 4,
-    "max_model_len": 320,
-}
+SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 100, "max_num_seqs": 4, "max_model_len": 320}
 
 
 class FlashAttentionOnCPU(EvictionCPUWorker):

@@ -7,9 +7,7 @@ import torch
 
 from tests.engine.all_rounds import CASES, ROUNDS, Served, serve
 from tests.engine.conftest import EngineFactory, every_architecture
-from tests.engine.random_models import (
-    random_prompts,
-)
+from tests.engine.random_models import random_prompts
 from vllm_kvselect.selecting.ranking import Candidates
 
 pytestmark = pytest.mark.xdist_group("cuts in prompts")

@@ -18,12 +18,7 @@ from tests.engine.conftest import (
     preempting_all,
 )
 from tests.engine.machine import BUT_PREFILL
-from tests.engine.random_models import (
-    SHAPE,
-    random_eagle,
-    random_llama,
-    random_prompts,
-)
+from tests.engine.random_models import SHAPE, random_eagle, random_llama, random_prompts
 from tests.engine.test_cuda_end_to_end import on_flash_attention  # noqa: F401 (fixture)
 from tests.load.mixture import (
     DENSE,

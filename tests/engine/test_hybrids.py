@@ -173,9 +173,7 @@ def headwise(engine: Engine) -> HeadwiseManager:
     return manager
 
 
-def test_nothing_dropped_is_stock_and_freed_blocks_are_those_of_whole_pages(
-    hybrid: Hybrid,
-) -> None:
+def test_nothing_dropped_is_stock_and_freed_blocks_are_those_of_whole_pages(hybrid: Hybrid) -> None:
     prompts = random_prompts([40, 150, 500])
     with hybrid.start(None, 40) as engine:
         expected = engine.generate(prompts, 20)

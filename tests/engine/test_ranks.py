@@ -16,13 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.conftest import (
-    BLOCK_SIZE,
-    Answer,
-    _engine,
-    engine_settings,
-    preempting_all,
-)
+from tests.engine.conftest import BLOCK_SIZE, Answer, _engine, engine_settings, preempting_all
 from tests.engine.float64 import BUDGET, num_packed, tail_begin
 from tests.engine.float64_model import Answer as ExpectedAnswer
 from tests.engine.float64_model import Model

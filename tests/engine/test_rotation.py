@@ -11,11 +11,7 @@ from transformers import Exaone4Config, Glm4Config, Phi3Config
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from tests.engine.conftest import EngineFactory
-from tests.engine.random_models import (
-    random_llama,
-    random_prompts,
-    with_positions_of_several_parts,
-)
+from tests.engine.random_models import random_llama, random_prompts, with_positions_of_several_parts
 from tests.engine.test_unreadable_projections import CHOOSING, PROMPT, SIZES, offered, params
 from tests.probe_files import probe_of
 from vllm_kvselect.config import ConfigError

@@ -6,9 +6,7 @@ import pytest
 
 from tests.engine.all_rounds import CASES, DECODE_BUDGET, INTERVAL, ROUNDS, Served, serve
 from tests.engine.conftest import BLOCK_SIZE, EngineFactory, every_architecture, preempting_all
-from tests.engine.random_models import (
-    random_prompts,
-)
+from tests.engine.random_models import random_prompts
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.planning.cuts import cuts
 

@@ -76,10 +76,7 @@ def test_settings_that_cannot_be_honoured_are_a_400_with_the_reason(
 
 ENDPOINTS = {
     "/v1/completions": {"prompt": "Hello", "max_tokens": 4},
-    "/v1/chat/completions": {
-        "messages": [{"role": "user", "content": "Hello"}],
-        "max_tokens": 4,
-    },
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4},
 }
 
 
@@ -311,8 +308,7 @@ def test_an_engine_finds_what_its_sibling_compressed(
         with post(two_front_ends, engine=engine, **body) as response:
             answers.append(json.load(response)["choices"][0])
         readings(  # the first writes in the background
-            lambda: [metrics(two_front_ends)[name] for name in counted],
-            expected.__eq__,
+            lambda: [metrics(two_front_ends)[name] for name in counted], expected.__eq__
         )
     assert answers[0]["text"] == answers[1]["text"]
     logprobs = [each["logprobs"]["token_logprobs"] for each in answers]

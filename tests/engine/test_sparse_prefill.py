@@ -9,9 +9,7 @@ import pytest
 from tests.engine.conftest import Answer, Engine, EngineFactory, every_architecture, preempting_all
 from tests.engine.float64_model import Model
 from tests.engine.float64_prefill import BLOCK, BUDGET, SIZE, Chosen, Exact, recording_blocks
-from tests.engine.random_models import (
-    random_prompts,
-)
+from tests.engine.random_models import random_prompts
 from vllm_kvselect.engine.sparse import worker_segments
 
 pytestmark = pytest.mark.xdist_group("sparse_prefill")

@@ -190,10 +190,7 @@ def test_what_is_cut_behind_a_found_state_is_as_the_float64_model_says(
     extra_args: Any = [{"kv_eviction": case.method} for case in CASES]
     eviction = {"budget": 96, "prompt_interval": 64, "allow_override": ["method"]}
     eviction |= {"check_integrity": True}
-    with (
-        start(eviction, 400, max_num_batched_tokens=256) as engine,
-        recording_rounds() as rounds,
-    ):
+    with start(eviction, 400, max_num_batched_tokens=256) as engine, recording_rounds() as rounds:
         hits = engine.record_hits()
         for each in turns:
             answers = engine.generate(each, 20, extra_args)

@@ -17,11 +17,7 @@ from tests.engine.random_models import SHAPE
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.bind.output_projection import _named_after_gates
 from vllm_kvselect.engine.bind.trial_run import arguments, in_place_of
-from vllm_kvselect.engine.frontend.requests import (
-    RequestRefusedError,
-    check_body,
-    check_needs,
-)
+from vllm_kvselect.engine.frontend.requests import RequestRefusedError, check_body, check_needs
 from vllm_kvselect.registry import METHODS
 
 SIZES = {**SHAPE, "num_hidden_layers": 2, "max_position_embeddings": 512}
