@@ -279,11 +279,6 @@ def test_integrity_check_takes_the_place_of_the_scheduler() -> None:
     assert stock.scheduler_config.get_scheduler_cls() is Scheduler
 
 
-def test_unreadable_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*nowhere\.yaml"):
-        parse("--kv-eviction-config", str(tmp_path / "nowhere.yaml"))
-
-
 @pytest.mark.parametrize("command", [(), ("--kv-eviction", "none")])
 def test_without_eviction_nothing_changes(command: tuple[str, ...]) -> None:
     config: Any = parse(*command).create_engine_config()
