@@ -30,19 +30,9 @@ def test_no_command_shows_the_help() -> None:
         assert command in result.output
 
 
-def test_methods_lists_the_registry() -> None:
-    result = run("methods", COLUMNS="700")
-    assert result.exit_code == 0
-    for name, method in METHODS.items():
-        assert name in result.stdout
-        assert method.summary in result.stdout
-        assert method.paper in result.stdout
-        assert method.cost in result.stdout
-        assert method.limits in result.stdout
-
-
 def test_methods_are_readable_in_a_narrow_terminal_and_in_a_file() -> None:
     result = run("methods", COLUMNS="80")
+    assert result.exit_code == 0
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "…" not in result.stdout
     words = " ".join(result.stdout.split())

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.own_process import python
-from vllm_kvselect.kernels.base import Kernels
 from vllm_kvselect.norms import NORMS
 from vllm_kvselect.registry import (
     KNOWN_METHODS,
@@ -19,8 +18,6 @@ from vllm_kvselect.registry import (
 )
 from vllm_kvselect.scopes import SCOPES
 from vllm_kvselect.scorers import SCORERS, SERVED
-from vllm_kvselect.scoring.parts import scorer_named
-from vllm_kvselect.selecting.ranking import RANKINGS
 
 RECORDED = Path(__file__).parent / "recorded_methods.txt"
 """What every name stood for when each was an entry of its own, with nineteen fields: scores, how
@@ -98,15 +95,6 @@ def test_the_nearest_method_is_served_and_every_method_that_is_not_has_one() -> 
     for name in KNOWN_METHODS.keys() - METHODS.keys():
         assert str(not_served(name)).split("'")[1] in METHODS
     assert all(not_served(name) is None for name in ("none", *METHODS))
-
-
-@pytest.mark.parametrize("name", KNOWN_METHODS)
-def test_every_part_of_a_method_is_there(name: str) -> None:
-    method = KNOWN_METHODS[name]
-    assert callable(scorer_named(method.scores))
-    assert method.weights is None or callable(scorer_named(method.weights))
-    assert method.norms.ranking in RANKINGS
-    assert method.allocator in {field.name for field in fields(Kernels)}
 
 
 def test_a_method_is_a_scorer_a_scope_and_a_use_of_norms_once() -> None:

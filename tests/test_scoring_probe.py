@@ -49,13 +49,6 @@ def test_features_are_the_heads_own_vectors_before_rotation() -> None:
             torch.testing.assert_close(features[head, token], expected_features)
 
 
-def test_a_head_is_scored_without_the_others() -> None:
-    """As a rank does that holds some of the heads."""
-    alone = inputs(key=LAYER.key[1:], value=LAYER.value[1:], probe=LAYER.probe[:, 1:])
-    found, both = probe_scores(alone, CONFIG), probe_scores(inputs(), CONFIG)
-    torch.testing.assert_close(found, both[1:], rtol=1e-12, atol=0)
-
-
 def test_a_token_is_scored_alike_at_every_position() -> None:
     turn = rotation(SHAPE.head_size)
     moved = inputs(key=turn.apply(turn.undo(LAYER.key), 40))
