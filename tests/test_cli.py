@@ -30,19 +30,9 @@ def test_no_command_shows_the_help() -> None:
         assert command in result.output
 
 
-def test_methods_lists_the_registry() -> None:
-    result = run("methods", COLUMNS="700")
-    assert result.exit_code == 0
-    for name, method in METHODS.items():
-        assert name in result.stdout
-        assert method.summary in result.stdout
-        assert method.paper in result.stdout
-        assert method.cost in result.stdout
-        assert method.limits in result.stdout
-
-
 def test_methods_are_readable_in_a_narrow_terminal_and_in_a_file() -> None:
     result = run("methods", COLUMNS="80")
+    assert result.exit_code == 0
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "…" not in result.stdout
     words = " ".join(result.stdout.split())
@@ -131,24 +121,6 @@ def test_plan_takes_a_fraction_that_is_enough_of_the_longest_prompt() -> None:
     command = ("plan", "--prompt-len", "1000", "--budget", "0.05", "--max-model-len", "8192")
     assert rows(run(*command))["blocks freed"] == "29 of 32"
     assert run("plan", "--prompt-len", "40", "--budget", "64", "--method", "none").exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (("--budget", "many"), "budget = 'many'"),
-        (("--budget", "1.5"), "budget = 1.5"),
-        (("--budget", "0"), "budget = 0"),
-        (("--window", "0"), "window = 0"),
-        (("--method", "h2"), "method = 'h2'"),
-    ],
-)
-def test_refused_value_is_one_line_on_stderr(options: tuple[str, str], named: str) -> None:
-    result = run("plan", "--prompt-len", "1000", *options)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith(f"error: {named} is not accepted")
-    assert result.stderr.count("\n") == 1
 
 
 def test_model_that_cannot_be_made_is_one_line_on_stderr() -> None:

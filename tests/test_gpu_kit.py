@@ -2,9 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Callable
@@ -14,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.own_process import python
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "benchmarks" / "gpu"
@@ -37,10 +36,8 @@ def test_a_dry_run_walks_steps_and_writes_its_table(
     steps: tuple[str, ...], kit: ModuleType, tmp_path: Path
 ) -> None:
     table = tmp_path / "gpu.md"
-    command = [sys.executable, RUN_ALL, "--dry-run", "--output", str(table)]
-    command += [part for step in steps for part in ("--only", step)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
+    only = [part for step in steps for part in ("--only", step)]
+    result = python(RUN_ALL, "--dry-run", "--output", table, *only, cwd=ROOT, timeout=3600)
     lines = table.read_text().splitlines()
     assert "DRY RUN" in lines[0]
     for step in steps or kit.STEPS:
@@ -54,10 +51,7 @@ def test_a_dry_run_walks_steps_and_writes_its_table(
 def test_nothing_is_measured_where_there_is_no_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    result = subprocess.run(
-        [sys.executable, RUN_ALL], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert result.returncode != 0
+    result = python(RUN_ALL, fails=True)
     assert "there is no GPU; nothing was proved or measured" in result.stderr
 
 
@@ -230,8 +224,7 @@ def test_a_cards_layers_make_the_cuts_that_are_timed(
 def test_the_archive_holds_what_the_kit_imports(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     archive, unpacked = tmp_path / "kit.tar.xz", tmp_path / "kit"
-    pack = [sys.executable, str(SCRIPTS / "pack.py"), str(archive), "--wheels", ""]
-    subprocess.run(pack, check=True, timeout=300)
+    python(SCRIPTS / "pack.py", archive, "--wheels", "")
     with tarfile.open(archive) as tar:
         tar.extractall(unpacked, filter="data")
     code = """
@@ -244,17 +237,8 @@ import vllm_kvselect.evaluation.run, vllm_kvselect.cli, vllm_kvselect.engine.cud
 print(plugin.load().__module__, distribution("vllm-kvselect").locate_file("."))
 print(*(getattr(module, "__file__", None) for module in list(sys.modules.values())), sep="\\n")
 """
-    folders = [str(unpacked / "benchmarks" / "gpu"), str(unpacked / "benchmarks")]
-    result = subprocess.run(
-        [sys.executable, "-c", code, *folders],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(unpacked)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    folders = unpacked / "benchmarks" / "gpu", unpacked / "benchmarks"
+    result = python("-c", code, *folders, cwd=tmp_path, PYTHONPATH=str(unpacked))
     plugin, *files = result.stdout.splitlines()
     assert plugin == f"vllm_kvselect.plugin {unpacked}"
     ours = [file for file in files if "vllm_kvselect/" in file or "benchmarks/" in file]

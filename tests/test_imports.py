@@ -1,7 +1,5 @@
 """What is loaded at run time; what may be imported at all, pyproject.toml says."""
 
-import subprocess
-import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -9,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import vllm_kvselect
+from tests.own_process import python
 
 PACKAGE = Path(vllm_kvselect.__file__).parent
 NAME = "vllm_kvselect"
@@ -40,11 +39,8 @@ def loaded_by(*names: str) -> set[str]:
     """Modules that are loaded once some of ours are imported, in a fresh interpreter."""
     full_names = [".".join(filter(None, (NAME, name))) for name in names]
     imports = "; ".join(f"import {name}" for name in full_names)
-    command = [sys.executable, "-c", f"{imports}; import sys; print(*sys.modules)"]
-    result = subprocess.run(
-        command, cwd=PACKAGE.parent, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
+    code = f"{imports}; import sys; print(*sys.modules)"
+    result = python("-c", code, cwd=PACKAGE.parent, timeout=120)
     loaded = set(result.stdout.split())
     assert loaded.issuperset(full_names)
     return loaded

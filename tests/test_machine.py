@@ -1,14 +1,13 @@
 """What a processor multiplies fast, by what PyTorch says of it."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 
 import pytest
 import torch
 
+from tests.own_process import python
 from vllm_kvselect.machine import (
     default_device,
     default_dtype,
@@ -57,10 +56,7 @@ def test_bfloat16_is_fast_where_there_are_instructions_for_it(
 
 def test_pytorch_held_to_older_instructions_is_fast_in_float32() -> None:
     code = "from vllm_kvselect.machine import fast_dtype; print(fast_dtype())"
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout == "torch.float32\n"
+    assert python("-c", code, ATEN_CPU_CAPABILITY="avx2").stdout == "torch.float32\n"
 
 
 @pytest.mark.parametrize("has_card", [False, True])

@@ -7,15 +7,7 @@ from hypothesis import strategies as st
 
 from tests import oracle
 from tests.method_cases import METHOD_CASES, MethodCase, every_method_case, every_pooled_case
-from tests.strategies import (
-    Layer,
-    Shape,
-    few,
-    frequencies,
-    random_layer,
-    seeds,
-    shapes,
-)
+from tests.strategies import Layer, Shape, few, frequencies, random_layer, seeds, shapes
 from vllm_kvselect.choice import Retention, retain
 from vllm_kvselect.config import METHOD_NAMES
 from vllm_kvselect.registry import KNOWN_METHODS, METHODS
@@ -121,16 +113,6 @@ def test_what_a_pool_retains_equals_the_oracle(
     check_conserved(retention, shape, len(layers))
 
 
-@every_pooled_case
-@few
-@given(shape=shapes(), seed=seeds)
-def test_a_pool_of_one_layer_is_that_layer(case: MethodCase, shape: Shape, seed: int) -> None:
-    layer = random_layer(shape, seed)
-    pool, alone = run_pool(case, shape, [layer]), run(case, shape, layer)
-    assert torch.equal(pool.retained, alone.retained)
-    assert torch.equal(pool.offsets, alone.offsets)
-
-
 def test_a_layer_whose_values_weigh_more_gets_all_but_the_floor() -> None:
     shape = Shape(2, 2, 8, 4, 3, 67, 4)
     light, heavy = (random_layer(shape, 0) for _ in range(2))
@@ -161,17 +143,6 @@ def test_entries_of_the_tail_do_not_compete(case: MethodCase) -> None:
         sinks = min(case.config().num_first, 8)
         expected = [*range(sinks), *range(24 - (8 - sinks), 24)]
         assert (retained.view(2, 8) % 24).tolist() == [expected] * 2
-
-
-@pytest.mark.parametrize("num_bad", [1, 5])
-@every_method_case
-def test_a_broken_model_does_not_break_the_bookkeeping(case: MethodCase, num_bad: int) -> None:
-    shape = Shape(3, 2, 8, 8, 3, 51, 2)
-    layer = random_layer(shape, 0)
-    layer.key[1, 7 : 7 + num_bad], layer.value[2, 3 : 3 + num_bad] = torch.nan, torch.nan
-    check_conserved(run(case, shape, layer), shape)
-    if KNOWN_METHODS[case.method].pooled:
-        check_conserved(run_pool(case, shape, [layer, random_layer(shape, 1)]), shape, 2)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].perturbation])

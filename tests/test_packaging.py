@@ -2,13 +2,13 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.own_process import python
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,7 +35,7 @@ def project(tmp_path: Path) -> Path:
 
 def make_environment(folder: Path, modules: dict[str, str]) -> Path:
     """An interpreter that sees nothing but the modules given: a bare venv with small packages."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python("-m", "venv", "--without-pip", folder)
     site = next((folder / "lib").glob("python*/site-packages"))
     for name, source in modules.items():
         (site / name).mkdir()
@@ -151,9 +151,7 @@ def test_environment_that_has_enough_is_left_alone(
 ) -> None:
     venv = project / ".venv"
     installer.write_stamp(venv, stamps[installed])
-    command = [sys.executable, "packaging/install.py", "--for", wanted]
-    result = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True)
-    assert result.stdout == ""
+    assert python("packaging/install.py", "--for", wanted, cwd=project).stdout == ""
     assert [path.name for path in venv.iterdir()] == [installer.STAMP]
 
 
@@ -165,7 +163,7 @@ def test_environment_for_serving_is_not_enough_for_tests(stamps: dict[str, str])
 
 def test_the_rest_is_installed_into_the_same_environment(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    python("-m", "venv", venv)
     installer.write_stamp(venv, installer.satisfying_stamps("cpu", "serve")[0])
     (venv / "kept").write_text("", encoding="utf-8")
     installer.make_venv(venv, "cpu")
@@ -175,8 +173,7 @@ def test_the_rest_is_installed_into_the_same_environment(tmp_path: Path) -> None
 def test_folder_of_somebody_else_is_refused_and_kept(project: Path) -> None:
     (project / ".venv").mkdir()
     (project / ".venv" / "notes.txt").write_text("mine", encoding="utf-8")
-    command = [sys.executable, "packaging/install.py"]
-    result = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+    result = python("packaging/install.py", cwd=project, fails=True)
     assert result.returncode == 1
     assert "was not made by `make install`" in result.stderr
     assert [path.name for path in (project / ".venv").iterdir()] == ["notes.txt"]

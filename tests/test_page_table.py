@@ -2,7 +2,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -200,17 +199,6 @@ def test_the_longest_sequences_come_first_and_their_pages_with_them(batch: Batch
 
 @many
 @given(batches())
-def test_no_page_is_read_twice_or_from_the_null_block(batch: Batch) -> None:
-    table, used = batch.table(), []
-    for pages, lengths in zip(table.pages, table.seq_lens, strict=True):
-        for row, length in zip(pages.tolist(), lengths.tolist(), strict=True):
-            used += row[: -(-length // batch.block_size)]
-    assert len(used) == len(set(used))
-    assert all(page // batch.num_kv_heads % NUM_BLOCKS for page in used)
-
-
-@many
-@given(batches())
 def test_layers_alone_are_the_same_as_all_together(batch: Batch) -> None:
     table = batch.table()
     for layer in range(len(batch.pages)):
@@ -219,27 +207,6 @@ def test_layers_alone_are_the_same_as_all_together(batch: Batch) -> None:
         assert torch.equal(alone.pages[0], table.pages[layer, :, :width])
         assert not table.pages[layer, :, width:].any()
         assert torch.equal(alone.seq_lens[0], table.seq_lens[layer])
-
-
-@many
-@given(batches())
-def test_all_but_the_dropped_tokens_are_there(batch: Batch) -> None:
-    """A packed block holds as many entries as before, so only the freed blocks' are missing."""
-    lengths = batch.table().seq_lens.view(len(batch.pages), -1, batch.num_kv_heads)
-    for request, length in enumerate(lengths.sum(dim=(0, 2)).tolist()):
-        num_retained = batch.seq_lens[request] - batch.first_packed[request] * batch.block_size
-        assert length == len(batch.pages) * batch.num_kv_heads * num_retained
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 3])
-def test_a_request_without_a_plan_is_the_identity_table(num_kv_heads: int) -> None:
-    zeros = [[[0] * num_kv_heads]]
-    batch = Batch(4, num_kv_heads, [[5, 9, 7]], [11], [0], [0], zeros)
-    expected = [
-        [block * num_kv_heads + head for block in (5, 9, 7)] for head in range(num_kv_heads)
-    ]
-    assert batch.table().pages.tolist() == [expected]
-    assert batch.table().seq_lens.tolist() == [[11] * num_kv_heads]
 
 
 def test_a_request_is_the_same_in_any_batch() -> None:

@@ -5,13 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvselect.config import (
-    METHOD_NAMES,
-    OVERRIDE_NAMES,
-    ConfigError,
-    EvictionConfig,
-    Prefill,
-)
+from vllm_kvselect.config import METHOD_NAMES, OVERRIDE_NAMES, ConfigError, EvictionConfig, Prefill
 from vllm_kvselect.registry import METHODS
 from vllm_kvselect.request import (
     FULL_CACHE,
@@ -366,18 +360,9 @@ def test_a_method_that_is_measured_off_the_engine_only_is_refused(
     assert planned_config(server, sampling(own)).method == "none"
 
 
-@pytest.mark.parametrize(
-    ("extra_args", "message"),
-    [
-        (
-            {"kv_eviction": "defensivekv", "kv_eviction_decode_budget": 256},
-            r"kv_eviction_decode_budget = 256 is not accepted with kv_eviction = 'defensivekv'",
-        ),
-    ],
-)
-def test_settings_that_exclude_each_other_are_refused_and_drop_nothing(
-    extra_args: dict[str, Any], message: str
-) -> None:
+def test_settings_that_exclude_each_other_are_refused_and_drop_nothing() -> None:
+    extra_args = {"kv_eviction": "defensivekv", "kv_eviction_decode_budget": 256}
+    message = "kv_eviction_decode_budget = 256 is not accepted with kv_eviction = 'defensivekv'"
     server = EvictionConfig(method="adakv-perturb", allow_override=OVERRIDE_NAMES)
     with pytest.raises(RequestError, match=message) as caught:
         request_config(server, extra_args)
@@ -386,18 +371,10 @@ def test_settings_that_exclude_each_other_are_refused_and_drop_nothing(
     assert not planned_config(server, sampling(extra_args)).enabled
 
 
-def test_a_request_may_ask_for_rounds_or_for_none() -> None:
-    server = EvictionConfig(
-        method="adakv-perturb", decode_budget=512, allow_override=("decode_budget",)
-    )
-    for budget in (0, 256):
-        got = request_config(server, {"kv_eviction_decode_budget": budget})
-        assert got == server.model_copy(update={"decode_budget": budget})
-
-
-def test_a_request_may_choose_the_interval_of_its_rounds() -> None:
-    server = EvictionConfig(
-        method="adakv-perturb", decode_budget=512, allow_override=("decode_interval",)
-    )
-    got = request_config(server, {"kv_eviction_decode_interval": 64})
-    assert got == server.model_copy(update={"decode_interval": 64})
+@pytest.mark.parametrize(
+    ("field", "value"), [("decode_budget", 0), ("decode_budget", 256), ("decode_interval", 64)]
+)
+def test_a_request_may_ask_for_rounds_or_for_none(field: Any, value: int) -> None:
+    server = EvictionConfig(method="adakv-perturb", decode_budget=512, allow_override=(field,))
+    got = request_config(server, {f"kv_eviction_{field}": value})
+    assert got == server.model_copy(update={field: value})

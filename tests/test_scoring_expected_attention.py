@@ -19,10 +19,7 @@ from tests.strategies import (
 )
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.scoring import expected_attention
-from vllm_kvselect.scoring.expected_attention import (
-    QueryMoments,
-    expected_attention_scores,
-)
+from vllm_kvselect.scoring.expected_attention import QueryMoments, expected_attention_scores
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.rotation import Rotation
 

@@ -25,9 +25,7 @@ def inputs(**changes: object) -> ScoringInputs:
 def expected() -> torch.Tensor:
     tensors = LAYER.key, LAYER.value, LAYER.probe
     scores = oracle.probe_scores(
-        *(tensor.tolist() for tensor in tensors),
-        frequencies(SHAPE.head_size),
-        SHAPE.window,
+        *(tensor.tolist() for tensor in tensors), frequencies(SHAPE.head_size), SHAPE.window
     )
     return torch.tensor(scores, dtype=torch.float64)
 
@@ -49,17 +47,6 @@ def test_features_are_the_heads_own_vectors_before_rotation() -> None:
             before = turn.undo(LAYER.key[head, token][None], token)[0]
             expected_features = torch.cat((before, LAYER.value[head, token], torch.ones(1)))
             torch.testing.assert_close(features[head, token], expected_features)
-
-
-def test_a_head_is_scored_without_the_others() -> None:
-    """As a rank does that holds some of the heads."""
-    alone = inputs(
-        key=LAYER.key[1:],
-        value=LAYER.value[1:],
-        probe=LAYER.probe[:, 1:],
-    )
-    found, both = probe_scores(alone, CONFIG), probe_scores(inputs(), CONFIG)
-    torch.testing.assert_close(found, both[1:], rtol=1e-12, atol=0)
 
 
 def test_a_token_is_scored_alike_at_every_position() -> None:

@@ -150,22 +150,6 @@ def test_large_norms_do_not_overflow_in_float16() -> None:
     assert norms.tolist() == [[64.0 * 4096] * 2]
 
 
-def test_the_group_is_averaged_and_the_sign_dropped() -> None:
-    value = torch.tensor([[[1.0, -2.0]]])
-    # Member 0 projects onto (1, 0), member 1 onto (0, 3): norms |1| + 0 and 0 + |-6|.
-    projection = torch.zeros(1, 2, 2, 2)
-    projection[0, 0, 0, 0], projection[0, 1, 1, 1] = 1.0, 3.0
-    assert value_norms(value, projection).tolist() == [[3.5]]
-
-
-def test_a_strided_value_is_read_as_it_is() -> None:
-    value, projection = draw_inputs(3, 2, 9, 8, 2, 24, torch.float64)
-    strided = value.transpose(0, 1).contiguous().transpose(0, 1)
-    torch.testing.assert_close(
-        value_norms(strided, projection), value_norms(value, projection), rtol=1e-13, atol=0
-    )
-
-
 def test_projections_laid_side_by_side_are_stacked_without_a_copy() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(3, 2, 8, 3, 12, generator=generator)

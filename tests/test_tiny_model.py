@@ -1,14 +1,13 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import threading
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.own_process import python
 from vllm_kvselect import tiny_model as module
 from vllm_kvselect.cache_dir import default_cache_dir
 from vllm_kvselect.tiny_model import TinyModelError, tiny_model
@@ -134,8 +133,7 @@ def test_model_in_the_cache_is_found_without_heavy_imports(tmp_path: Path) -> No
         "print(tiny_model(Path(sys.argv[1]))); "
         "assert not {'torch', 'transformers', 'gguf', 'vllm'} & set(sys.modules)"
     )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = python("-c", code, tmp_path)
     assert result.stdout == f"{folder}\n"
     assert result.stderr == ""
 
@@ -154,9 +152,7 @@ def test_missing_package_is_named_with_a_remedy() -> None:
         "sys.modules['rich.console'].Console = object; "
         "from vllm_kvselect.tiny_model import _check_packages; _check_packages()"
     )
-    root = str(Path(module.__file__).parents[1])
-    command = [sys.executable, "-S", "-c", code, root]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = python("-S", "-c", code, Path(module.__file__).parents[1], fails=True)
     assert "TinyModelError: making the small model needs the package" in result.stderr
     assert "pip install" in result.stderr
 

@@ -62,9 +62,7 @@ def test_the_mean_of_the_targets_is_not_penalised(
     torch.testing.assert_close(weights[-1], targets.mean(dim=1), rtol=1e-2, atol=0.0)
 
 
-def test_sums_are_wide_whatever_the_samples_are(
-    samples: tuple[torch.Tensor, torch.Tensor],
-) -> None:
+def test_sums_are_wide_whatever_the_samples_are(samples: tuple[torch.Tensor, torch.Tensor]) -> None:
     features, targets = (part.float() for part in samples)
     found = solved((features, targets), 1e-3, 50)
     expected = solved((features.double(), targets.double()), 1e-3, 50)

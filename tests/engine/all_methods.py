@@ -1,14 +1,10 @@
 """A tiny model: requests of all methods in one engine, the float64 model's word on each of them."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
-
-from tests.engine.conftest import BLOCK_SIZE, Answer, EngineFactory, _engine, preempting_all
+from tests.engine.conftest import Answer, EngineFactory, preempting_all
 from tests.engine.float64 import BUDGET
 from tests.engine.float64_model import Answer as ExpectedAnswer
 from tests.engine.float64_model import Model
@@ -32,15 +28,6 @@ METHODS = (
 )
 CASES = [MethodCase(name) for name in METHODS]
 PROMPTS = random_prompts([380 + 7 * index for index in range(len(CASES))])
-
-
-@contextmanager
-def engines_of(model: Path) -> Iterator[EngineFactory]:
-    """Engines of a model without a tokenizer, in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        settings = {"skip_tokenizer_init": True, "block_size": BLOCK_SIZE, "max_model_len": 1024}
-        yield partial(_engine, model=model, **settings)
 
 
 def check_nothing_dropped_is_stock(start: EngineFactory, **settings: Any) -> None:

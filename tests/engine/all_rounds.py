@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.engine.conftest import Answer, Engine, EngineFactory, preempting_all
+from tests.engine.conftest import Answer, EngineFactory, preempting_all
 from tests.engine.float64_model import Model
 from tests.engine.float64_rounds import Answered, RoundsOf, recording_rounds
 from tests.engine.recorder import Recorder, recording
@@ -76,15 +76,3 @@ def serve(
         answers = engine.generate(prompts, num_generated, extra_args)
     assert preempted
     return Served(prompts, answers, recorder, rounds, values.get("keep_first"))
-
-
-def watch(engine: Engine, most: list[int]) -> None:
-    """Notes the blocks in use after every step."""
-    schedule = engine.scheduler.schedule
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
-        most.append(engine.blocks_in_use())
-        return output
-
-    engine.scheduler.schedule = watched

@@ -1,6 +1,7 @@
 """Configurations of vLLM as its front end makes them, for tests of what is refused at start-up."""
 
 import json
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ def drafting(method: str, **settings: Any) -> VllmConfig:
     vllm_config.parallel_config.worker_cls = "vllm.v1.worker.cpu_worker.CPUWorker"
     vllm_config.speculative_config.method = method
     return vllm_config
+
+
+def set_to(config: Any, path: str, value: Any) -> None:
+    """Changes a field of a finished configuration, or of a section of it."""
+    *sections, name = path.split(".")
+    setattr(reduce(getattr, sections, config), name, value)
 
 
 class CudaPlatform:

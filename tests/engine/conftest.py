@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -20,7 +20,7 @@ from vllm.utils import func_utils
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.quick_starts import look_at_models_here, start_quickly
-from tests.engine.random_models import random_llama, random_persimmon
+from tests.engine.random_models import random_gemma3, random_gpt_oss, random_llama, random_persimmon
 from tests.engine.server import serving
 from tests.marks import starts_engine
 from tests.probe_files import probe_of
@@ -29,9 +29,15 @@ from vllm_kvselect.engine.platforms import has_fp8_caches
 from vllm_kvselect.kernels import build
 from vllm_kvselect.tiny_model import shallow_copy, tiny_model
 
+T = TypeVar("T")
 needs_fp8_caches = pytest.mark.skipif(
-    not has_fp8_caches(),
-    reason="vLLM has no fp8 cache without AVX-512 or AMX",
+    not has_fp8_caches(), reason="vLLM has no fp8 cache without AVX-512 or AMX"
+)
+every_architecture = pytest.mark.parametrize(
+    "random_model",
+    [random_llama, random_gemma3, random_gpt_oss],
+    ids=["full", "windows", "sinks"],
+    indirect=True,
 )
 BLOCK_SIZE = 32
 SHALLOW_LAYERS, NUM_TOKENS, MLP_SIZE = 4, 8192, 256
@@ -157,6 +163,23 @@ class Engine:
         manager.get_computed_blocks = record
         return hits
 
+    def record_steps(self, read: Callable[[Any], T]) -> list[T]:
+        """What is read of every step, once it is scheduled, from now on."""
+        found: list[T] = []
+        schedule = self.scheduler.schedule
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            found.append(read(output))
+            return output
+
+        self.scheduler.schedule = record  # type: ignore[method-assign]
+        return found
+
+    def record_blocks(self) -> list[int]:
+        """Blocks in use after every step from now on."""
+        return self.record_steps(lambda _: self.blocks_in_use())
+
     def blocks_in_use(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool
         return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
@@ -169,9 +192,9 @@ def engine_settings(
     settings = {**DEFAULTS, **settings}
     if eviction is not None:
         eviction = {"method": "adakv-perturb", **eviction}
-        # The tiny model's probe the package has; weights without a file have none.
-        has_weights = model != tiny_model() and any(model.glob("*.safetensors"))
-        if has_weights and "probe" not in eviction:
+        # The tiny model's probe the package has; weights without a file have none. (It is not asked
+        # for where a test has a cache of its own: it would be made once more.)
+        if "probe" not in eviction and any(model.glob("*.safetensors")) and model != tiny_model():
             eviction = {"probe": str(probe_of(model)), **eviction}
         settings["additional_config"] = {"kv_eviction": eviction}
     if "kv_cache_memory_bytes" in settings:
@@ -194,9 +217,12 @@ def _engine(
 ) -> Iterator[Engine]:
     _kept.give_back()
     start_quickly()
-    engine = Engine(
-        LLM(str(model), **engine_settings(eviction, num_blocks, model=model, **settings))
-    )
+    given = engine_settings(eviction, num_blocks, model=model, **settings)
+    try:
+        engine = Engine(LLM(str(model), **given))
+    except BaseException:  # what it had begun would be in the way of the next one
+        cleanup_dist_env_and_memory()
+        raise
     envs.disable_envs_cache()  # other tests of this process set variables
     try:
         yield engine
@@ -224,8 +250,9 @@ class _Kept:
             self._engine, self._asked = self._stack.enter_context(started), asked
         assert self._engine.scheduler.reset_prefix_cache()  # nobody is served
         self._engine.worker.reset_kv_eviction_stats()
-        # What `record_hits` has left.
+        # What `record_hits` and `record_steps` have left.
         vars(self._engine.scheduler.kv_cache_manager).pop("get_computed_blocks", None)
+        vars(self._engine.scheduler).pop("schedule", None)
         return self._engine
 
     def give_back(self) -> None:
@@ -270,6 +297,14 @@ def preempting_all(num_answering: int, num_tokens: int = 2) -> Iterator[list[int
 EngineFactory = Callable[..., Any]
 
 
+@contextmanager
+def engines_of(model: Path) -> Iterator[EngineFactory]:
+    """Engines of a model without a tokenizer, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        yield partial(_engine, model=model, block_size=BLOCK_SIZE, max_model_len=1024)
+
+
 @pytest.fixture
 def start_full_engine(monkeypatch: pytest.MonkeyPatch) -> EngineFactory:
     """`with start_full_engine(eviction, num_blocks, **vllm_settings) as engine:`."""
@@ -282,6 +317,36 @@ def start_engine(monkeypatch: pytest.MonkeyPatch, shallow_model: Path) -> Engine
     """The same with the small model's first layers: many steps in little time."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     return partial(_engine, model=shallow_model)
+
+
+@pytest.fixture
+def start_small(monkeypatch: pytest.MonkeyPatch) -> EngineFactory:
+    """`with start_small(eviction, model=folder) as engine:`, with room for a few short prompts.
+
+    It has the probe that the configuration names, or that vLLM would find.
+    """
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+    def start(eviction: dict[str, Any], *, model: Path, **settings: Any) -> Any:
+        eviction = {"budget": 96, "probe": None, **eviction}
+        sizes = {"max_model_len": 512, "kv_cache_memory_bytes": 2**24}
+        return _engine(eviction, 0, model=model, **sizes | settings)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def random_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of full attention, or of another architecture that a test asks for."""
+    make = getattr(request, "param", random_llama)
+    return make(tmp_path_factory.mktemp("random") / "model")
+
+
+@pytest.fixture(scope="module")
+def start(random_model: Path) -> Iterator[EngineFactory]:
+    """`with start(eviction, num_blocks, **vllm_settings) as engine:` of this model."""
+    with engines_of(random_model) as factory:
+        yield factory
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests import oracle
 from tests.engine.conftest import Answer
@@ -17,6 +18,7 @@ from tests.engine.float64 import (
     Layer,
     chosen,
     multiplied,
+    pages,
     stage_1_scores,
     stage_2_scores,
     tail_begin,
@@ -194,10 +196,7 @@ class Answered:
 
 
 def expect(
-    case: MethodCase,
-    heads: Sequence[Layer],
-    owners: Sequence[Owner],
-    cut: Cut,
+    case: MethodCase, heads: Sequence[Layer], owners: Sequence[Owner], cut: Cut
 ) -> list[Expected]:
     """What heads of different lengths should retain; their latest entries are the tail."""
     config, base = case.config(), oracle.base_of(case.method)
@@ -207,8 +206,8 @@ def expect(
     rows, products = [], []
     for head, norm, (layer, index) in zip(heads, norms, owners, strict=True):
         if base == "random":
-            scores = torch.tensor(oracle.random_scores(0, layer, index + 1, len(norm))[index])
-            weights = scores
+            drawn = oracle.random_scores(0, layer, index + 1, len(norm))[index]
+            scores = weights = torch.tensor(drawn)
         else:
             scores = stage_1_scores(base, head, config, layer)[0, : len(norm)]
             weights = stage_2_scores(base, head, config, layer)[0, : len(norm)]
@@ -218,17 +217,10 @@ def expect(
     for each in (*rows, *products):
         each[: config.num_first] = torch.inf
     ranking = products if base == "thetakv" else rows
-    padded = [[-torch.inf] * (most - len(row)) + row.tolist() for row in ranking]
-    least = -(-config.num_first // BLOCK_SIZE)
-    padded = oracle.first_pages_first(padded, least * BLOCK_SIZE)
-    counts = [cut.num_packed] * len(heads)
-    if base in ("adakv", "thetakv") or case.method.startswith("ada-"):
-        counts = oracle.adaptive_pages(
-            padded, cut.num_packed, BLOCK_SIZE, config.safeguard, "minimum"
-        )
-    elif case.method.startswith("layer-"):
-        counts = oracle.adaptive_pages(padded, cut.num_packed, BLOCK_SIZE, 0.0, "minimum")
+    padded = [F.pad(row, (most - len(row), 0), value=-torch.inf) for row in ranking]
+    least = config.model_copy(update={"floor": "minimum"})
+    counts = pages(case.method, [torch.stack(padded)], least, cut.num_packed)
     return [
-        chosen(case, pages * BLOCK_SIZE, row, multiple)
-        for row, multiple, pages in zip(rows, products, counts, strict=True)
+        chosen(case, count * BLOCK_SIZE, row, multiple)
+        for row, multiple, count in zip(rows, products, counts, strict=True)
     ]

@@ -1,10 +1,8 @@
 """Freed memory is kept: page faults of a process that takes and frees the same again and again."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.own_process import python
 
 FAULTS = """
 import resource, sys, torch
@@ -28,9 +26,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def num_faults(*arguments: str, **environment: str) -> int:
-    command = [sys.executable, "-W", "ignore", "-c", FAULTS, *arguments]
-    env = {**os.environ, **environment}
-    result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    result = python("-W", "ignore", "-c", FAULTS, *arguments, **environment)
     return int(result.stdout.split()[-1])
 
 

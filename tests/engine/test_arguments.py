@@ -230,16 +230,8 @@ def test_a_budget_of_one_is_an_entry_and_one_point_zero_is_everything() -> None:
     [
         (("--kv-eviction", "snapkw"), "'snapkw' is no method; did you mean 'snapkv'?"),
         (("--kv-eviction", "adakv", "--kv-eviction-budget", "1.5"), "budget = 1.5 is not accepted"),
-        (("--kv-eviction", "adakv", "--kv-eviction-budget", "0"), "budget = 0 is not accepted"),
         (("--kv-eviction", "adakv", "--kv-eviction-budget", "many"), "'many' is not a number"),
-        (("--kv-eviction", "adakv", "--kv-eviction-window", "1.5"), "window = 1.5 is not accepted"),
         (("--kv-eviction", "adakv", "--kv-eviction-alpha", "x"), "'x' is not a number"),
-        (("--kv-eviction", "adakv", "--kv-eviction-window", "0"), "window = 0 is not accepted"),
-        (("--kv-eviction", "adakv", "--kv-eviction-alpha", "2"), "alpha = 2.0 is not accepted"),
-        (
-            ("--kv-eviction", "adakv", "--kv-eviction-allow-override", "window"),
-            "allow_override = 'window' is not accepted",
-        ),
         (("--kv-eviction", "adakv", "--kv-eviction-allow-override", ","), "at least one name"),
         (("--kv-eviction", "adakv", "--kv-eviction-context-store-bytes", "5e10"), "valid integer"),
         (("--kv-eviction", "adakv", "--kv-eviction-budget", "1.5G"), "Decimals are not allowed"),
@@ -285,11 +277,6 @@ def test_integrity_check_takes_the_place_of_the_scheduler() -> None:
     assert unchecked.scheduler_config.get_scheduler_cls() is CutScheduler
     stock: Any = parse().create_engine_config()
     assert stock.scheduler_config.get_scheduler_cls() is Scheduler
-
-
-def test_unreadable_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*nowhere\.yaml"):
-        parse("--kv-eviction-config", str(tmp_path / "nowhere.yaml"))
 
 
 @pytest.mark.parametrize("command", [(), ("--kv-eviction", "none")])
@@ -351,10 +338,7 @@ def test_start_up_warns_of_windows_inside_prompts(caplog: pytest.LogCaptureFixtu
         (("--kv-eviction", "adakv", "--kv-eviction-budget", "9999"), "9999 retains 2048"),
         (("--kv-eviction", "adakv", "--kv-eviction-budget", "2017"), "2017 retains 2017"),
         (("--kv-eviction", "snapkv", "--kv-eviction-budget", "1.0"), "1.0 retains 2048"),
-        (
-            (*NONE_BUT_CHOICE, "method", "--kv-eviction-budget", "2048"),
-            "2048 retains 2048",
-        ),
+        ((*NONE_BUT_CHOICE, "method", "--kv-eviction-budget", "2048"), "2048 retains 2048"),
     ],
 )
 def test_a_server_that_can_never_drop_anything_warns(

@@ -7,21 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import LLM
 
+from tests.engine.conftest import EngineFactory
 from tests.engine.random_hybrids import falcon_h1, saved
-from tests.engine.random_models import (
-    random_gemma3,
-    random_llama,
-    with_positions_of_several_parts,
-)
+from tests.engine.random_models import random_gemma3, random_llama, with_positions_of_several_parts
 from tests.engine.test_arguments import parse, said
-from tests.engine.test_unreadable_projections import (  # noqa: F401 (fixture)
-    PROMPT,
-    engine_in_this_process,
-    params,
-    start,
-)
+from tests.engine.test_unreadable_projections import PROMPT
 from tests.probe_files import probe_of
 from vllm_kvselect.config import CONFIG_KEY, ConfigError
 from vllm_kvselect.engine.scheduler.cut_scheduler import CutAsyncScheduler, CutScheduler
@@ -188,31 +179,27 @@ def test_it_may_stand_in_a_file_and_in_additional_config(tmp_path: Path) -> None
     assert chosen("--additional-config", additional, *AUTO) == "layer-probe"
 
 
-def test_a_misspelt_method_is_answered_with_the_nearest(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_misspelt_method_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--kv-eviction", "layer-prob")
     assert "did you mean 'layer-probe'?" in capsys.readouterr().err
 
 
 @pytest.mark.engine
-def test_a_server_answers_by_what_was_chosen_and_requests_may_name_it_auto(llama: Path) -> None:
-    llm: LLM = start(llama, method="auto")
-    try:
-        own, auto = (
-            llm.generate(PROMPT, params(method), use_tqdm=False)[0].outputs[0].token_ids
-            for method in (None, "auto")
-        )
+def test_a_server_answers_by_what_was_chosen_and_requests_may_name_it_auto(
+    start_small: EngineFactory, llama: Path
+) -> None:
+    with start_small({"method": "auto"}, model=llama) as engine:
+        own, auto = engine.generate_alone([PROMPT] * 2, 4, [None, {"kv_eviction": "auto"}])
         assert own == auto
-        stats = llm.llm_engine.collective_rpc("kv_eviction_stats")
-        assert [each["num_evicted"] for each in stats] == [2]
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == 2
 
 
 @pytest.mark.engine
-def test_what_only_the_loaded_model_shows_is_refused_with_the_next_best(persimmon: Path) -> None:
+def test_what_only_the_loaded_model_shows_is_refused_with_the_next_best(
+    start_small: EngineFactory, persimmon: Path
+) -> None:
     remedy = r"found 0 output projections.*; the best without it is --kv-eviction snapkv$"
-    with pytest.raises(ConfigError, match=remedy):
-        start(persimmon, method="auto")
+    auto = {"method": "auto"}
+    with pytest.raises(ConfigError, match=remedy), start_small(auto, model=persimmon):
+        pass

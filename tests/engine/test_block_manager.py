@@ -21,7 +21,7 @@ from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
 from vllm_kvselect.engine.scheduler.integrity import find_violations
 from vllm_kvselect.engine.scheduler.spec import HeadwiseSpec, WindowSpec
 from vllm_kvselect.planning import plan as plan_module
-from vllm_kvselect.planning.cuts import Cut, Cuts, cuts
+from vllm_kvselect.planning.cuts import cuts
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 EVICTION = EvictionConfig(method="adakv-perturb", budget=64, window=8)
@@ -30,12 +30,7 @@ EVICTION = EvictionConfig(method="adakv-perturb", budget=64, window=8)
 class Cache:
     """vLLM's cache manager with our spec, and the requests in it."""
 
-    def __init__(
-        self,
-        eviction: EvictionConfig = EVICTION,
-        enable_caching: bool = True,
-        window: int | None = None,
-    ) -> None:
+    def __init__(self, eviction: EvictionConfig = EVICTION, window: int | None = None) -> None:
         load_general_plugins()
         init_none_hash(sha256)
         shape: dict[str, Any] = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
@@ -44,9 +39,7 @@ class Cache:
         if window is not None:
             groups.append(KVCacheGroupSpec(["window"], WindowSpec(**shape, sliding_window=window)))
         config = KVCacheConfig(NUM_BLOCKS, [], groups)
-        self.kv = KVCacheManager(
-            config, 4096, BLOCK_SIZE, BLOCK_SIZE, enable_caching=enable_caching
-        )
+        self.kv = KVCacheManager(config, 4096, BLOCK_SIZE, BLOCK_SIZE, enable_caching=True)
         self.manager, *windows = self.kv.coordinator.single_type_managers
         self.managers = [self.manager, *windows]
 
@@ -136,19 +129,6 @@ def test_blocks_are_freed_in_the_step_after_the_prompt(length: int, chunk: int) 
     assert cache.num_free == NUM_BLOCKS - 1
 
 
-def test_packed_blocks_and_those_computed_after_a_cut_are_never_hashed() -> None:
-    cache = Cache()
-    request = cache.request("a", list(range(300)))
-    cache.schedule(request, 300)
-    cache.decode(request, 60)
-    (cut,) = cuts(300, BLOCK_SIZE, EVICTION)
-    hashed = [block.block_hash is not None for block in cache.manager.req_to_blocks["a"]]
-    num_whole = 300 // BLOCK_SIZE
-    assert hashed[cut.first_packed :] == [
-        cut.tail_start <= index < num_whole for index in range(cut.first_packed, len(hashed))
-    ]
-
-
 def test_a_cut_needs_no_block_beyond_those_that_it_gives_back() -> None:
     """In an empty pool it packs into its own blocks, which lose their names."""
     cache = Cache()
@@ -162,93 +142,6 @@ def test_a_cut_needs_no_block_beyond_those_that_it_gives_back() -> None:
     assert {*swap.fresh} <= {*before}
     assert all(pool.blocks[number].block_hash is None for number in swap.fresh)
     pool.free_blocks(taken)
-
-
-def test_what_others_hold_of_a_prompt_is_not_counted_as_given_back() -> None:
-    cache = Cache()
-    first, other = (cache.request(name, list(range(300))) for name in "ab")
-    cache.schedule(first, 300)
-    assert cache.schedule(other, 300) > 0
-    pool = cache.kv.block_pool
-    (cut,) = cuts(300, BLOCK_SIZE, EVICTION)
-    own = sum(b.ref_cnt == 1 for b in cache.manager.req_to_blocks["a"][: cut.tail_start])
-    assert own < cut.num_packed
-    taken = pool.get_new_blocks(cache.num_free - (cut.num_packed - own - 1))
-    first.append_output_token_ids(7)
-    assert cache.kv.allocate_slots(first, 1) is None  # one block too few
-    assert 0 not in cache.table(first)
-    pool.free_blocks(taken[:1])
-    assert cache.kv.allocate_slots(first, 1) is not None
-    assert cache.table(first).count(0) == cut.first_packed
-    pool.free_blocks(taken[1:])
-
-
-def test_freed_blocks_serve_other_requests_from_the_prefix_cache() -> None:
-    cache = Cache()
-    first = cache.request("a", list(range(300)))
-    cache.schedule(first, 300)
-    cache.decode(first, 5)
-    cap = cuts(300, BLOCK_SIZE, EVICTION).most_found(BLOCK_SIZE, EVICTION.window)
-    same, longer = cache.request("b", list(range(300))), cache.request("c", list(range(400)))
-    assert cache.schedule(same, 300) == cap
-    assert cache.schedule(longer, 400) == 300 // BLOCK_SIZE * BLOCK_SIZE
-    assert not set(cache.table(same)[cap // BLOCK_SIZE :]) & set(cache.table(longer))
-    shorter = cache.request("d", list(range(200)))
-    assert cache.schedule(shorter, 200) == cuts(200, BLOCK_SIZE, EVICTION).most_found(BLOCK_SIZE, 8)
-
-
-def test_resumed_request_is_capped_by_its_prompt_not_by_its_length() -> None:
-    cache = Cache()
-    request = cache.request("a", list(range(300)))
-    cache.schedule(request, 300)
-    cache.decode(request, 100)
-    cache.kv.free(request)
-    request.num_computed_tokens = 0
-    (cut,) = cuts(300, BLOCK_SIZE, EVICTION)
-    assert cache.schedule(request, 300 - 272) == 272 < cut.position - EVICTION.window
-    cache.schedule(request, 100)
-    assert request.num_computed_tokens == 400
-    cache.decode(request, 1)
-    assert set(cache.table(request)[: cut.first_packed]) == {0}
-
-
-def test_every_cut_frees_what_lies_before_its_packed_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    several = Cuts([Cut(100, 2, 2, 4), Cut(200, 7, 3, 10), Cut(320, 12, 5, 17)])
-    monkeypatch.setattr(plan_module, "cuts", lambda *_: several)
-    cache = Cache()
-    request = cache.request("a", list(range(300)))
-
-    def check_after(num_processed: int) -> None:
-        assert find_violations(cache.kv, {"a": request}) == []
-        cut = several.last_made(num_processed)
-        num_freed = cache.table(request).count(0)
-        assert num_freed == (cut.first_packed if cut else 0)
-        assert cache.table(request)[:num_freed] == [0] * num_freed
-
-    while request.num_computed_tokens < 300:
-        before = request.num_computed_tokens
-        cache.schedule(request, 50)
-        check_after(before)  # freed in the step after the cut
-    for num_processed in range(300, 330):
-        cache.decode(request, 1)
-        check_after(num_processed)
-    assert cache.table(request).count(0) == 12
-    # What comes after the first cut was computed from dropped context: nobody else may have it.
-    assert cache.schedule(cache.request("b", list(range(300))), 50) == 5 * BLOCK_SIZE
-
-
-def test_prompts_that_drop_nothing_are_vllms_own() -> None:
-    cache = Cache()
-    request = cache.request("a", list(range(72)))
-    assert not cuts(72, BLOCK_SIZE, EVICTION)
-    cache.schedule(request, 72)
-    cache.decode(request, 30)
-    assert 0 not in cache.table(request)
-    blocks = cache.manager.req_to_blocks["a"]
-    assert all(block.block_hash is not None for block in blocks[: 102 // BLOCK_SIZE])
-    assert cache.schedule(cache.request("b", list(range(72))), 72) == 64
 
 
 def test_every_request_is_planned_with_its_own_settings() -> None:
@@ -279,6 +172,7 @@ def test_every_request_is_planned_with_its_own_settings() -> None:
         hashed = [block.block_hash is not None for block in blocks[: 320 // BLOCK_SIZE]]
         if own:
             assert not any(hashed[own[0].first_packed : own[0].tail_start] + hashed[18:])
+            assert all(hashed[own[0].tail_start : 18])
         else:
             assert all(hashed)
         again = cache.request(f"again{number}", prompt, **extra_args)
@@ -321,16 +215,6 @@ def test_who_keeps_everything_finds_after_others_as_much_as_in_stock(method: str
     assert cache.schedule(again, 300) == 288
 
 
-@pytest.mark.parametrize("enable_caching", [True, False])
-def test_blocks_are_freed_with_and_without_prefix_caching(enable_caching: bool) -> None:
-    cache = Cache(enable_caching=enable_caching)
-    request = cache.request("a", list(range(300)))
-    cache.schedule(request, 300)
-    cache.decode(request, 1)
-    (cut,) = cuts(300, BLOCK_SIZE, EVICTION)
-    assert cache.table(request).count(0) == cut.first_packed
-
-
 @pytest.mark.parametrize("settings", [{}, {"kv_eviction": "none"}], ids=["cut", "stock"])
 def test_nobody_finds_what_a_request_preempted_in_its_step_never_computed(
     settings: dict[str, str],
@@ -362,23 +246,6 @@ def test_a_hash_past_the_first_cut_of_layers_beside_is_found() -> None:
     cache.kv.block_pool.cached_block_hash_to_block.insert(name, block)
     (violation,) = find_violations(cache.kv, {"a": request})
     assert (violation.invariant, violation.block_ids) == ("beside", (block.block_id,))
-
-
-def test_a_request_that_ends_before_it_has_blocks_leaves_nothing_behind() -> None:
-    cache = Cache()
-    request = cache.request("a", list(range(300)))
-    cache.kv.get_computed_blocks(request)
-    assert cache.manager._planned
-    cache.kv.free(request)
-    assert not cache.manager._planned
-
-
-def test_settings_that_the_front_end_refuses_drop_nothing_here() -> None:
-    cache = Cache()
-    request = cache.request("a", list(range(300)), kv_eviction_budget=32)
-    cache.schedule(request, 300)
-    cache.decode(request, 20)
-    assert 0 not in cache.table(request)
 
 
 def test_a_request_for_one_token_drops_nothing_and_leaves_its_whole_prompt_in_the_cache() -> None:

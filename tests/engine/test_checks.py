@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.engine import flash_attention
-from tests.engine.configurations import EVICTION, CudaPlatform, create, drafting, written
+from tests.engine.configurations import EVICTION, CudaPlatform, create, drafting, set_to, written
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine import platforms
 from vllm_kvselect.engine import start_up as report
@@ -67,26 +67,9 @@ def test_a_server_that_stores_contexts_is_accepted(tmp_path: Path) -> None:
         ({"method": "snapkw"}, r"method = 'snapkw'.*'none', 'layer-probe', 'layer-defensivekv'"),
         ({"method": "layer-kvzip"}, r"method = 'layer-kvzip' is not served, only measured off"),
         ({"budget": 0}, r"budget = 0 is not accepted.*at least 1.*method 'none'"),
-        ({"budget": -5}, r"budget = -5 is not accepted"),
-        ({"budget": 1.5}, r"budget = 1\.5 is not accepted.*up to 1\.0.*integer"),
-        ({"budget": 0.0}, r"budget = 0\.0 is not accepted"),
-        (
-            {"budget": 63},
-            r"budget = 63 retains 63.*at least 64.*of 32 and 1 page\(s\) of 32",
-        ),
+        ({"budget": 63}, r"budget = 63 retains 63.*at least 64.*of 32 and 1 page\(s\) of 32"),
         ({"budget": 0.01}, r"budget = 0\.01 retains 21 entries of 2048 tokens; at least 64"),
-        (
-            {"budgets": 64},
-            r"unknown key 'budgets'; did you mean 'budget'\? accepted keys: method",
-        ),
-        ({"window": 0}, r"window = 0 is not accepted"),
         ({"decode_budget": 40}, r"decode_budget = 40 is too small: at least 64"),
-        ({"decode_budget": 64, "decode_interval": 16}, r"decode_interval = 16 is too short"),
-        (
-            {"method": "layer-defensivekv", "decode_budget": 512},
-            r"compares a token over heads",
-        ),
-        ({"alpha": 1.5}, r"alpha = 1\.5 is not accepted"),
         ("adakv", r"additional_config\['kv_eviction'\] = 'adakv' must be a mapping"),
     ],
 )
@@ -130,43 +113,25 @@ def test_a_pool_cannot_span_the_stages_of_a_pipeline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "change", "eviction", "message"),
+    ("method", "path", "value", "eviction", "message"),
     [
-        (
-            "medusa",
-            lambda config: None,
-            {},
-            "by 'medusa' is not supported here; choose 'ngram' or 'draft_model' or 'eagle' or",
-        ),
+        ("medusa", "", None, {}, "by 'medusa' is not supported here; choose 'ngram' or 'draft_mo"),
         (
             "eagle",
-            lambda config: setattr(config.speculative_config, "parallel_drafting", True),
+            "speculative_config.parallel_drafting",
+            True,
             {},
-            "drafters that draft several tokens at once .* are not supported; leave one",
+            "several tokens at once .* are",
         ),
-        (
-            "draft_model",
-            lambda config: setattr(config.parallel_config, "pipeline_parallel_size", 2),
-            {},
-            "drafters beside pipeline parallelism are not supported",
-        ),
-        (
-            "eagle3",
-            lambda config: setattr(config, "lora_config", SimpleNamespace()),
-            {},
-            "drafters that share the model's embeddings .* beside --enable-lora are not supported",
-        ),
-        (
-            "eagle3",
-            lambda config: None,
-            {"context_store": "contexts"},
-            "cannot be used: drafters must have no layers: choose 'ngram'; change it",
-        ),
+        ("draft_model", "parallel_config.pipeline_parallel_size", 2, {}, "beside pipeline paral"),
+        ("eagle3", "lora_config", SimpleNamespace(), {}, "embeddings .* beside --enable-lora are"),
+        ("eagle3", "", None, {"context_store": "contexts"}, "must have no layers: choose 'ngram'"),
     ],
 )
 def test_what_drafters_exclude(
     method: str,
-    change: Any,
+    path: str,
+    value: Any,
     eviction: dict[str, Any],
     message: str,
     tmp_path: Path,
@@ -178,7 +143,8 @@ def test_what_drafters_exclude(
     vllm_config.speculative_config.method = method
     if method != "medusa":
         refuse_unsupported(vllm_config, EVICTION)
-    change(vllm_config)
+    if path:
+        set_to(vllm_config, path, value)
     with pytest.raises(ConfigError, match=message):
         refuse_unsupported(vllm_config, EvictionConfig(**{"method": "adakv-perturb", **eviction}))
 
@@ -228,26 +194,19 @@ def test_fp8_caches_that_vllm_has_no_kernel_for_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("section", "name", "value", "message"),
+    ("name", "value", "message"),
     [
-        ("parallel_config", "decode_context_parallel_size", 2, "decode context parallelism"),
-        ("parallel_config", "prefill_context_parallel_size", 2, "prefill context parallelism"),
-        (
-            "parallel_config",
-            "distributed_executor_backend",
-            "ray",
-            r"does not support Ray on 'cpu'",
-        ),
-        ("parallel_config", "distributed_executor_backend", "my.Executor", "choose 'mp' or 'ray'"),
-        ("parallel_config", "worker_cls", "my.Worker", "worker_cls = 'my.Worker'"),
+        ("decode_context_parallel_size", 2, "decode context parallelism"),
+        ("prefill_context_parallel_size", 2, "prefill context parallelism"),
+        ("distributed_executor_backend", "ray", "does not support Ray on 'cpu'"),
+        ("distributed_executor_backend", "my.Executor", "choose 'mp' or 'ray'"),
+        ("worker_cls", "my.Worker", "worker_cls = 'my.Worker'"),
     ],
 )
-def test_parallelism_and_other_workers_are_refused(
-    section: str, name: str, value: Any, message: str
-) -> None:
+def test_parallelism_and_other_workers_are_refused(name: str, value: Any, message: str) -> None:
     vllm_config = create({"method": "none"}, block_size=32)
     refuse_unsupported(vllm_config, EVICTION)
-    setattr(getattr(vllm_config, section), name, value)
+    setattr(vllm_config.parallel_config, name, value)
     with pytest.raises(ConfigError, match=message):
         refuse_unsupported(vllm_config, EVICTION)
 
@@ -455,39 +414,24 @@ def test_the_start_says_what_no_card_has_run(
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("path", "value", "message"),
     [
         (
-            lambda config: setattr(
-                config.attention_config, "backend", AttentionBackendEnum.FLASHINFER
-            ),
+            *("attention_config.backend", AttentionBackendEnum.FLASHINFER),
             r"attention backend FLASHINFER has no view.*choose FLASH_ATTN or TRITON_ATTN",
         ),
-        (
-            lambda config: setattr(config.parallel_config, "enable_dbo", True),
-            r"microbatches \(--enable-dbo\) is not supported; switch it off",
-        ),
-        (
-            lambda config: setattr(config.parallel_config, "enable_elastic_ep", True),
-            r"elastic expert parallelism .* is not supported",
-        ),
-        (
-            lambda config: setattr(config.cache_config, "cache_dtype", "fp8_e5m2"),
-            r"--kv-cache-dtype fp8_e5m2 is not supported",
-        ),
-        (
-            lambda config: setattr(config.cache_config, "block_size", 24),
-            r"block_size = 24 is not accepted; use a multiple of 16",
-        ),
-        (
-            lambda config: setattr(config.parallel_config, "worker_cls", "x.Y"),
-            r"worker_cls = 'x\.Y' replaces the worker",
-        ),
+        ("parallel_config.enable_dbo", True, r"microbatches \(--enable-dbo\) is not .*; switch it"),
+        ("parallel_config.enable_elastic_ep", True, "elastic expert parallelism .* is not suppo"),
+        ("cache_config.cache_dtype", "fp8_e5m2", "--kv-cache-dtype fp8_e5m2 is not supported"),
+        ("cache_config.block_size", 24, "block_size = 24 is not accepted; use a multiple of 16"),
+        ("parallel_config.worker_cls", "x.Y", r"worker_cls = 'x\.Y' replaces the worker"),
     ],
 )
-def test_settings_that_are_refused_on_cuda(change: Any, message: str, on_cuda: VllmConfig) -> None:
+def test_settings_that_are_refused_on_cuda(
+    path: str, value: Any, message: str, on_cuda: VllmConfig
+) -> None:
     refuse_unsupported(on_cuda, EVICTION)
-    change(on_cuda)
+    set_to(on_cuda, path, value)
     with pytest.raises(ConfigError, match=message):
         refuse_unsupported(on_cuda, EVICTION)
 

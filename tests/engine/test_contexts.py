@@ -77,15 +77,7 @@ def test_who_comes_at_once_waits_for_the_one_that_compresses(
 ) -> None:
     own = [-(-(len(prompt) + 24) // 32) - BORDER for prompt in prompts]
     with start_engine(EVICTION, 200, max_num_batched_tokens=256) as engine:
-        held: list[int] = []
-        hits, schedule = engine.record_hits(), engine.scheduler.schedule
-
-        def record(*args: Any, **kwargs: Any) -> Any:
-            output = schedule(*args, **kwargs)
-            held.append(engine.blocks_in_use())
-            return output
-
-        engine.scheduler.schedule = record  # type: ignore[method-assign]
+        hits, held = engine.record_hits(), engine.record_blocks()
         answers = engine.generate(prompts, 24, marked(QUESTIONS))
         assert engine.worker.kv_eviction_stats()["num_evicted"] == 1
         assert hits == [0] + [32 * BORDER] * (QUESTIONS - 1)

@@ -40,9 +40,7 @@ def test_the_tier_is_named(worker: EvictionCPUWorker, vllm_log: pytest.LogCaptur
 
 
 def test_the_reason_for_the_slow_one_is_given_with_what_to_do(
-    worker: EvictionCPUWorker,
-    vllm_log: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    worker: EvictionCPUWorker, vllm_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise KernelError("ninja is missing", "install it")

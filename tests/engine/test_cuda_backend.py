@@ -27,13 +27,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from tests.engine import flash_attention, triton_attention
 from tests.engine.cuda_layers import WIDE, Layers, vllm_config
-from tests.engine.cuda_requests import (
-    HEAD_SIZE,
-    MAX_NUM_SEQS,
-    NUM_KV_HEADS,
-    NUM_LAYERS,
-    Request,
-)
+from tests.engine.cuda_requests import HEAD_SIZE, MAX_NUM_SEQS, NUM_KV_HEADS, NUM_LAYERS, Request
 from tests.kernels.unsynchronised import unsynchronised
 from vllm_kvselect.config import ConfigError, EvictionConfig
 from vllm_kvselect.engine.cuda import any_order, tables
@@ -173,15 +167,20 @@ def test_rows_without_a_cut_keep_vllms_call_beside_rows_with_one(backend: Any) -
     assert (before.metadata.num_actual_tokens, after.max_query_len) == (1, 2)
 
 
-# With fp8 queries vLLM's Triton kernel rounds weights to fp8 too; see the next test.
-@pytest.mark.parametrize(("backend", "with_queries"), [(FLASH, True), (TRITON, False)])
-def test_an_fp8_cache_is_scored_and_moved_as_attention_reads_it(
-    backend: Any, with_queries: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def fp8_as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's cast to fp8 loses carries; and nothing rounds weights to it."""
     monkeypatch.setattr(triton_attention.H100, "is_cuda", lambda _: False)
-    # The interpreter's cast to fp8 loses carries.
     write = flash_attention.reshape_and_cache_flash
     monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash", write)
+
+
+# With fp8 queries vLLM's Triton kernel rounds weights to fp8 too; see the next test.
+@pytest.mark.usefixtures("fp8_as_on_a_card")
+@pytest.mark.parametrize(("backend", "with_queries"), [(FLASH, True), (TRITON, False)])
+def test_an_fp8_cache_is_scored_and_moved_as_attention_reads_it(
+    backend: Any, with_queries: bool
+) -> None:
     layers = make_layers(backend, kernels=cuda.KERNELS, kv_cache_dtype="fp8")
     scale_of_queries = 0.25 if with_queries else 1
     assert layers.layers[0].impl._score_scale == HEAD_SIZE**-0.5 * scale_of_queries
@@ -675,10 +674,7 @@ def test_vllms_compiler_fuses_no_quantisation_into_outputs() -> None:
 
 @pytest.mark.parametrize(
     ("values", "reason"),
-    [
-        ({"alibi_slopes": [0.5] * 4}, "ALiBi"),
-        ({"logits_soft_cap": 30.0}, "a logits soft cap"),
-    ],
+    [({"alibi_slopes": [0.5] * 4}, "ALiBi"), ({"logits_soft_cap": 30.0}, "a logits soft cap")],
 )
 def test_layers_that_the_one_head_view_cannot_express_are_refused(
     values: dict[str, Any], reason: str, backend: Any

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from tests.engine import flash_attention
-from tests.engine.conftest import EngineFactory, preempting_all
-from tests.engine.float64_prefill import recording_blocks
+from tests.engine.conftest import Answer, Engine, EngineFactory, preempting_all
+from tests.engine.float64_prefill import Chosen, recording_blocks
 from tests.engine.float64_rounds import recording_rounds
 from tests.engine.random_hybrids import falcon_h1, gemma4, granite_h, saved
 from tests.engine.random_models import random_gemma3, random_gpt_oss, random_prompts
@@ -26,16 +26,13 @@ from vllm_kvselect.engine.cuda.warm_up import warm_up
 from vllm_kvselect.kernels.base import REFERENCES, Kernels
 from vllm_kvselect.scoring.value_norms import OutputProjection
 
+T = TypeVar("T")
 PROMPT_LENS = (140, 150, 40, 130)
 METHODS = (None, "layer-defensivekv", None, "knorm")
 EVICTION = {"method": "adakv-perturb", "budget": 96, "allow_override": ["method"]}
 # So few blocks that requests are preempted, and resume with chunks past their prompts' ends.
 NUM_BLOCKS = 17
-SETTINGS: dict[str, Any] = {
-    "max_num_batched_tokens": 100,
-    "max_num_seqs": 4,
-    "max_model_len": 320,
-}
+SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 100, "max_num_seqs": 4, "max_model_len": 320}
 
 
 class FlashAttentionOnCPU(EvictionCPUWorker):
@@ -68,42 +65,55 @@ def on_flash_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.Monke
         yield patch
 
 
+def on_both(
+    start_engine: EngineFactory,
+    patch: pytest.MonkeyPatch,
+    ask: Callable[[Engine], T],
+    eviction: dict[str, Any],
+    num_blocks: int,
+    **settings: Any,
+) -> tuple[T, T]:
+    """What engines with either backend are asked and answer, the CPU's last."""
+    found = []
+    for kind in ("FlashAttention", "CPU"):
+        with start_engine(eviction, num_blocks, **{**SETTINGS, **settings}) as engine:
+            builders = {type(builder).__name__ for builder in engine.worker._builders}
+            assert builders == {f"Headwise{kind}MetadataBuilder"}
+            found.append(ask(engine))
+        patch.undo()
+    return found[0], found[1]
+
+
 def test_answers_are_those_of_the_cpu_backend(
     start_engine: EngineFactory, make_prompts: Any, on_flash_attention: pytest.MonkeyPatch
 ) -> None:
-    prompts = make_prompts(PROMPT_LENS)
     extra_args = [method and {"kv_eviction": method} for method in METHODS]
-    with start_engine(EVICTION, NUM_BLOCKS, **SETTINGS) as engine:
-        on_device = engine.generate(prompts, 100, extra_args)
+
+    def ask(engine: Engine) -> list[Answer]:
+        answers = engine.generate(make_prompts(PROMPT_LENS), 100, extra_args)
         assert engine.worker.kv_eviction_stats()["num_evicted"] > 3  # some of them twice
-        assert type(engine.impls[0]).__name__ == "HeadwiseFlashAttentionImpl"
-    on_flash_attention.undo()
-    with start_engine(EVICTION, NUM_BLOCKS, **SETTINGS) as engine:
-        assert type(engine.impls[0]).__name__ == "HeadwiseCPUAttentionImpl"
-        assert engine.generate(prompts, 100, extra_args) == on_device
+        return answers
+
+    one, other = on_both(start_engine, on_flash_attention, ask, EVICTION, NUM_BLOCKS)
+    assert one == other
 
 
 def test_long_answers_are_those_of_the_cpu_backend(
     start_engine: EngineFactory, make_prompts: Any, on_flash_attention: pytest.MonkeyPatch
 ) -> None:
-    prompts = make_prompts(PROMPT_LENS)
     methods = (None, "layer-keydiff", "r-kv", "keydiff")
     extra_args = [method and {"kv_eviction": method} for method in methods]
     eviction = {**EVICTION, "decode_budget": 96, "decode_interval": 64, "check_integrity": True}
-    answers, num_rounds = [], []
-    for _ in ("FlashAttention", "CPU"):
-        with (
-            start_engine(eviction, 40, **SETTINGS) as engine,
-            recording_rounds() as rounds,
-            preempting_all(3, num_tokens=100) as preempted,
-        ):
-            answers.append(engine.generate(prompts, 170, extra_args))
+
+    def ask(engine: Engine) -> tuple[list[Answer], dict[int, list[int]]]:
+        with recording_rounds() as rounds, preempting_all(3, num_tokens=100) as preempted:
+            answers = engine.generate(make_prompts(PROMPT_LENS), 170, extra_args)
         assert preempted
-        num_rounds.append({length: [*made] for length, made in rounds.items()})
-        on_flash_attention.undo()
-    assert answers[0] == answers[1]
-    assert num_rounds[0] == num_rounds[1]
-    assert [len(num_rounds[0][length]) for length in PROMPT_LENS] == [2, 2, 1, 2]
+        return answers, {length: [*made] for length, made in rounds.items()}
+
+    one, other = on_both(start_engine, on_flash_attention, ask, eviction, 40)
+    assert one == other
+    assert [len(one[1][length]) for length in PROMPT_LENS] == [2, 2, 1, 2]
 
 
 def random_gemma4(folder: Path) -> Path:
@@ -118,16 +128,14 @@ def test_sliding_windows_beside_full_attention_stay_vllms_and_sinks_count(
     tmp_path: Path,
     on_flash_attention: pytest.MonkeyPatch,
 ) -> None:
-    settings = {**SETTINGS, "model": make_model(tmp_path), "skip_tokenizer_init": True}
-    prompts, num_freed = random_prompts([200, 40, 170]), []
-    answers = []
-    for _ in ("FlashAttention", "CPU"):
-        with start_engine({**EVICTION, "probe": None}, 60, **settings) as engine:
-            answers.append(engine.generate(prompts, 60))
-            num_freed.append(engine.worker.kv_eviction_stats()["num_evicted"])
-        on_flash_attention.undo()
-    assert answers[0] == answers[1]
-    assert num_freed == [2, 2]
+    def ask(engine: Engine) -> list[Answer]:
+        answers = engine.generate(random_prompts([200, 40, 170]), 60)
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == 2
+        return answers
+
+    given = {**EVICTION, "probe": None}, 60
+    one, other = on_both(start_engine, on_flash_attention, ask, *given, model=make_model(tmp_path))
+    assert one == other
 
 
 @pytest.mark.parametrize("make_model", [granite_h, falcon_h1])
@@ -137,44 +145,35 @@ def test_hybrids_have_several_pages_in_a_block(
     tmp_path: Path,
     on_flash_attention: pytest.MonkeyPatch,
 ) -> None:
-    settings = {**SETTINGS, "model": saved(make_model, tmp_path), "skip_tokenizer_init": True}
+    settings = {"model": saved(make_model, tmp_path), "max_model_len": 512}
     settings |= {"kv_cache_memory_bytes": 2**24, "enable_prefix_caching": False}
-    settings["max_model_len"] = 512
     methods = ("adakv", "knorm", "layer-keydiff", "none")
-    extra_args = [{"kv_eviction": method} for method in methods]
     eviction = {**EVICTION, "method": "adakv", "probe": None, "check_integrity": True}
     eviction |= {"decode_budget": 96, "decode_interval": 64}
-    prompts, answers = random_prompts([310, 290, 400, 60]), []
-    for kind in ("HeadwiseFlashAttention", "HeadwiseCPU"):
-        with start_engine(eviction, 0, **settings) as engine:
-            [builder] = engine.worker._builders
-            assert type(builder).__name__ == f"{kind}MetadataBuilder"
-            assert builder.kv_cache_spec.block_size == 32
-            assert engine.worker.vllm_config.cache_config.block_size == 96
-            answers.append(engine.generate(prompts, 90, extra_args))
-            assert engine.worker.kv_eviction_stats()["num_evicted"] == 3
-        on_flash_attention.undo()
-    assert answers[0] == answers[1]
+
+    def ask(engine: Engine) -> list[Answer]:
+        [builder] = engine.worker._builders
+        assert builder.kv_cache_spec.block_size == 32
+        assert engine.worker.vllm_config.cache_config.block_size == 96
+        asked = [{"kv_eviction": method} for method in methods]
+        answers = engine.generate(random_prompts([310, 290, 400, 60]), 90, asked)
+        assert engine.worker.kv_eviction_stats()["num_evicted"] == 3
+        return answers
+
+    one, other = on_both(start_engine, on_flash_attention, ask, eviction, 0, **settings)
+    assert one == other
 
 
 def test_sparse_prefills_read_what_they_read_on_cpu(
     start_engine: EngineFactory, make_prompts: Any, on_flash_attention: pytest.MonkeyPatch
 ) -> None:
-    prompts, made = make_prompts((190, 290, 60)), []
-    sparse = {
-        "prefill": "critiprefill",
-        "prefill_segment": 32,
-        "prefill_budget": 64,
-        "prefill_dense_until": 64,
-    }
-    for _ in ("FlashAttention", "CPU"):
-        with (
-            start_engine({**EVICTION, **sparse}, 60, **SETTINGS) as engine,
-            recording_blocks() as blocks,
-        ):
-            made.append((engine.generate(prompts, 20), blocks))
-        on_flash_attention.undo()
-    (answers, blocks), (others, other_blocks) = made
-    assert answers == others
-    assert blocks == other_blocks
-    assert len(blocks) == 2
+    sparse = {"prefill": "critiprefill", "prefill_segment": 32, "prefill_budget": 64}
+    eviction = {**EVICTION, **sparse, "prefill_dense_until": 64}
+
+    def ask(engine: Engine) -> tuple[list[Answer], Chosen]:
+        with recording_blocks() as blocks:
+            return engine.generate(make_prompts((190, 290, 60)), 20), blocks
+
+    one, other = on_both(start_engine, on_flash_attention, ask, eviction, 60)
+    assert one == other
+    assert len(one[1]) == 2

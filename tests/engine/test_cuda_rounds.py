@@ -3,18 +3,24 @@
 Every step's outputs are those of the float64 oracle, which chooses again in each round.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from vllm.v1.attention.backends import triton_attn
 
-from tests.engine import flash_attention, triton_attention
 from tests.engine.cuda_layers import WIDE, Layers
 from tests.engine.cuda_requests import MAX_NUM_SEQS, Request
-from tests.engine.test_cuda_backend import FLASH, STOCK, TRITON, Replays, make_layers, warmed_up
+from tests.engine.test_cuda_backend import (  # noqa: F401 (fixtures)
+    FLASH,
+    STOCK,
+    TRITON,
+    Replays,
+    fp8_as_on_a_card,
+    make_layers,
+    stand_ins,
+    warmed_up,
+)
 from tests.kernels.unsynchronised import unsynchronised
 from vllm_kvselect.engine.step.split import Split
 from vllm_kvselect.registry import METHODS
@@ -27,14 +33,6 @@ INTERVAL = 20
 ROUNDS = {"decode_budget": 40, "decode_interval": INTERVAL}
 IN_PROMPTS = {"prompt_interval": 32}
 METHODS_IN_ROUNDS = [name for name, method in METHODS.items() if method.in_rounds]
-
-
-@pytest.fixture(autouse=True)
-def stand_ins() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        flash_attention.install(patch)
-        triton_attention.install(patch)
-        yield
 
 
 def three(layers: Layers, num_generated: int = 90) -> tuple[Request, Request, Request]:
@@ -131,14 +129,11 @@ def test_every_step_is_that_of_the_oracle_with_the_kernels(method: str, backend:
     one_round(make_layers(backend, method, cuda.KERNELS, **ROUNDS))
 
 
+@pytest.mark.usefixtures("fp8_as_on_a_card")
 @pytest.mark.parametrize(("backend", "with_queries"), [(FLASH, True), (TRITON, False)])
 def test_an_fp8_cache_is_scored_and_moved_as_attention_reads_it(
-    backend: Any, with_queries: bool, monkeypatch: pytest.MonkeyPatch
+    backend: Any, with_queries: bool
 ) -> None:
-    monkeypatch.setattr(triton_attention.H100, "is_cuda", lambda _: False)
-    # The interpreter's cast to fp8 loses carries.
-    write = flash_attention.reshape_and_cache_flash
-    monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash", write)
     layers = make_layers(backend, kernels=WIDE, kv_cache_dtype="fp8", **ROUNDS)
     assert (layers.layers[0].query_quant is not None) is with_queries
     one_round(layers)

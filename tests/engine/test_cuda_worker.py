@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.engine import choice_memory
+from tests.engine.test_request import message
 from tests.plans import planned
 from vllm_kvselect.config import CONFIG_KEY, ConfigError, EvictionConfig
 from vllm_kvselect.engine.cuda import worker as cuda_worker
@@ -29,23 +29,6 @@ from vllm_kvselect.kernels.base import REFERENCES
 
 BLOCK_SIZE = 16
 EVICTION = EvictionConfig(method="adakv", budget=64, window=16)
-
-
-def new(name: str, num_tokens: int, num_computed: int = 0) -> NewRequestData:
-    return NewRequestData(
-        name, [1] * num_tokens, [], None, None, ([],), num_computed, None, prefill_token_ids=None
-    )
-
-
-def scheduled(
-    requests: tuple[NewRequestData, ...] = (), cached: dict[str, int] | None = None
-) -> SchedulerOutput:
-    output = SchedulerOutput.make_empty()
-    output.scheduled_new_reqs = list(requests)
-    known = output.scheduled_cached_reqs = CachedRequestData.make_empty()
-    known.req_ids, known.num_computed_tokens = [*(cached or {})], [*(cached or {}).values()]
-    known.new_block_ids = [None] * len(known.req_ids)
-    return output
 
 
 @pytest.fixture
@@ -70,8 +53,8 @@ def test_rows_of_both_model_runners_have_their_requests(
     worker.model_runner = SimpleNamespace(
         decode_query_len=3, input_batch=SimpleNamespace(req_ids=["b", "a"])
     )
-    step = scheduled((new("a", 200), new("b", 30)))
-    step.num_scheduled_tokens = {"a": 200, "b": 30}  # V2 puts the shorter chunk first
+    lengths = {"a": 200, "b": 30}  # V2 puts the shorter chunk first
+    step = message(*((*each, None) for each in lengths.items()), num_scheduled_tokens=lengths)
     worker.execute_model(step)
     found = worker._requests_of(SimpleNamespace(num_reqs=4))
     assert found[:2] == [worker._requests["b"], worker._requests["a"]]
@@ -101,17 +84,17 @@ def test_model_runner_v2_sends_reports_with_the_output(
     result = ModelRunnerOutput(req_ids=[], req_id_to_index={})
     output = SimpleNamespace(model_runner_output=result) if wrapped else result
     monkeypatch.setattr(Worker, "sample_tokens", lambda *_: output)
-    worker.execute_model(scheduled())
+    worker.execute_model(message())
     assert worker.sample_tokens(None) is output
     stats = result.kv_connector_output.kv_connector_stats.data[CONFIG_KEY]
     assert stats["prompts"] == [[200, freed, freed]]
     assert stats["selection_seconds"] == 0.25
     result.kv_connector_output = None
-    worker.execute_model(scheduled())
+    worker.execute_model(message())
     worker.sample_tokens(None)
     assert result.kv_connector_output is None
     stopwatch.seconds = 0.75  # the device has come to the end of another prompt
-    worker.execute_model(scheduled())
+    worker.execute_model(message())
     worker.sample_tokens(None)
     stats = result.kv_connector_output.kv_connector_stats.data[CONFIG_KEY]
     assert (stats["prompts"], stats["selection_seconds"]) == ([], 0.5)

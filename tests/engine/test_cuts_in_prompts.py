@@ -1,21 +1,13 @@
 """Cuts in prompts in real engines: a float64 model's word on every entry and every token."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.all_methods import engines_of
-from tests.engine.all_rounds import CASES, ROUNDS, Served, serve, watch
-from tests.engine.conftest import Engine, EngineFactory
-from tests.engine.random_models import (
-    random_gemma3,
-    random_gpt_oss,
-    random_llama,
-    random_prompts,
-)
+from tests.engine.all_rounds import CASES, ROUNDS, Served, serve
+from tests.engine.conftest import EngineFactory, every_architecture
+from tests.engine.random_models import random_prompts
 from vllm_kvselect.selecting.ranking import Candidates
 
 pytestmark = pytest.mark.xdist_group("cuts in prompts")
@@ -25,26 +17,16 @@ PROMPTS = random_prompts([230 + 31 * index for index in range(len(CASES))])
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_llama(tmp_path_factory.mktemp("in_prompts") / "llama")
-
-
-@pytest.fixture(scope="module")
-def start(llama: Path) -> Iterator[EngineFactory]:
-    with engines_of(llama) as factory:
-        yield factory
-
-
-@pytest.fixture(scope="module")
 def served(start: EngineFactory) -> Served:
     return serve(start, PROMPTS, 40, **IN_PROMPTS)
 
 
+@every_architecture
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.method for case in CASES])
 def test_every_cut_and_every_token_is_as_the_float64_model_says(
-    index: int, served: Served, llama: Path
+    index: int, served: Served, random_model: Path
 ) -> None:
-    served.check(index, llama)
+    served.check(index, random_model)
     made = served.rounds[len(PROMPTS[index])]
     assert [position for position in made if position < len(PROMPTS[index])]
     assert len(PROMPTS[index]) in made
@@ -53,40 +35,28 @@ def test_every_cut_and_every_token_is_as_the_float64_model_says(
 # A step of 29 tokens is full when two requests generate and a third one is prefilled.
 @pytest.mark.parametrize(("chunk_size", "num_answering"), [(29, 2), (2048, 6)])
 def test_chunks_do_not_matter_and_rounds_go_on(
-    start: EngineFactory, llama: Path, chunk_size: int, num_answering: int
+    start: EngineFactory, random_model: Path, chunk_size: int, num_answering: int
 ) -> None:
     served = serve(start, PROMPTS, 80, chunk_size, num_answering, **IN_PROMPTS | ROUNDS)
     for index in range(len(CASES)):
-        served.check(index, llama)
+        served.check(index, random_model)
 
 
 def test_no_head_ever_drops_the_first_tokens(
-    start: EngineFactory, llama: Path, monkeypatch: pytest.MonkeyPatch
+    start: EngineFactory, random_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They fill a page and a part of another, whatever a method says of them."""
     values = {**IN_PROMPTS, **ROUNDS, "keep_first": 40}
     served = serve(start, PROMPTS, 80, **values)
     for index in range(len(CASES)):
-        served.check(index, llama)
+        served.check(index, random_model)
     # A choice in which they compete as all others do is found, whatever the method.
     only_absent = lambda self, ranking, num_first: self.without_absent(ranking)  # noqa: E731
     monkeypatch.setattr(Candidates, "with_first", only_absent)
     served = serve(start, PROMPTS, 80, **values)
     for index in range(len(CASES)):
         with pytest.raises(AssertionError):
-            served.check(index, llama)
-
-
-@pytest.mark.parametrize("make", [random_gemma3, random_gpt_oss], ids=["windows", "sinks"])
-def test_other_architectures_make_the_same_cuts(
-    make: Callable[[Path], Path], tmp_path: Path
-) -> None:
-    folder = make(tmp_path / "model")
-    with engines_of(folder) as start:
-        # The sliding layers have a manager of their own, which nothing checks.
-        served = serve(start, PROMPTS, 40, **IN_PROMPTS | {"check_integrity": False})
-    for index in range(len(CASES)):
-        served.check(index, folder)
+            served.check(index, random_model)
 
 
 CONTEXT, QUESTION = random_prompts([352, 29])
@@ -100,9 +70,9 @@ def test_a_context_is_compressed_with_cuts_in_it_and_shared(
     settings = {"method": method, "allow_override": ["context"], **IN_PROMPTS}
     with start(settings, 40) as engine:
         own = engine.generate([CONTEXT + QUESTION], 12, [MARKED])
-        num_computed = count_computed(engine)
+        num_computed = engine.record_steps(lambda step: step.total_num_scheduled_tokens)
         found = engine.generate([CONTEXT + QUESTION], 12, [MARKED])
-        assert num_computed() <= len(QUESTION) + 12
+        assert sum(num_computed) <= len(QUESTION) + 12
     with start(settings, 40) as engine:
         # Ends with its context, whose last cut nothing of it comes after.
         engine.generate([CONTEXT], 1, [MARKED])
@@ -110,28 +80,14 @@ def test_a_context_is_compressed_with_cuts_in_it_and_shared(
     assert own == found == after
 
 
-def count_computed(engine: Engine) -> Callable[[], int]:
-    """Counts the tokens that are computed from now on."""
-    schedule, counts = engine.scheduler.schedule, list[int]()
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
-        counts.append(output.total_num_scheduled_tokens)
-        return output
-
-    engine.scheduler.schedule = counted
-    return lambda: sum(counts)
-
-
 def test_a_prompt_longer_than_its_pool_is_answered_and_others_are_refused(
     start: EngineFactory,
 ) -> None:
     bounded = {"decode_budget": 96, "decode_interval": 64, "allow_override": ["decode_budget"]}
     settings = {"method": "adakv", **IN_PROMPTS, **bounded}
-    most: list[int] = []
     # 96 + 2 * 64 entries are 7 blocks of 32; the longest request has 32.
     with start(settings, 12) as engine:
-        watch(engine, most)
+        most = engine.record_blocks()
         (answer,) = engine.generate([random_prompts([900])[0]], 100)
         assert len(answer.token_ids) == 100
         assert max(most) <= 8

@@ -9,15 +9,16 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from tests.engine.adapters import RANK, random_adapter
-from tests.engine.all_methods import engines_of
-from tests.engine.conftest import BLOCK_SIZE, Answer, Engine, EngineFactory, preempting_all
-from tests.engine.machine import BUT_PREFILL
-from tests.engine.random_models import (
-    SHAPE,
-    random_eagle,
-    random_llama,
-    random_prompts,
+from tests.engine.conftest import (
+    BLOCK_SIZE,
+    Answer,
+    Engine,
+    EngineFactory,
+    engines_of,
+    preempting_all,
 )
+from tests.engine.machine import BUT_PREFILL
+from tests.engine.random_models import SHAPE, random_eagle, random_llama, random_prompts
 from tests.engine.test_cuda_end_to_end import on_flash_attention  # noqa: F401 (fixture)
 from tests.load.mixture import (
     DENSE,

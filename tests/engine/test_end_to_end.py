@@ -1,8 +1,6 @@
 """What the product promises, on a real engine: blocks freed, nothing corrupted, stock kept."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.engine.conftest import Engine, EngineFactory, preempting_all
+from tests.engine.conftest import EngineFactory, preempting_all
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.engine.cpu import worker as cpu_worker
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
@@ -27,28 +25,13 @@ ANY_METHOD = EVICTION | {"allow_override": ["method"]}
 POOLED, BY_KEYS = {"kv_eviction": "layer-keydiff"}, {"kv_eviction": "knorm"}
 
 
-@contextmanager
-def blocks_held(engine: Engine) -> Iterator[list[int]]:
-    """Lists the blocks in use after every scheduling step."""
-    held, schedule = [], Scheduler.schedule
-
-    def record(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
-        output = schedule(scheduler, *args, **kwargs)
-        held.append(engine.blocks_in_use())
-        return output
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "schedule", record)
-        yield held
-
-
 def test_decoding_requests_hold_the_blocks_of_their_plan(
     start_engine: EngineFactory, make_prompts: Any
 ) -> None:
     (prompt,) = make_prompts([1500])
     with start_engine({"method": "adakv-perturb", "budget": 256}, 100) as engine:
-        with blocks_held(engine) as held:
-            engine.generate([prompt], max_tokens=200)
+        held = engine.record_blocks()
+        engine.generate([prompt], max_tokens=200)
         assert engine.blocks_in_use() == 0
     (cut,) = cuts(1500, 32, EvictionConfig(method="adakv-perturb", budget=256))
     decode_blocks = [-(-(1500 + i) // 32) - cut.first_packed for i in range(1, 200)]
@@ -132,19 +115,18 @@ def test_a_pool_holds_the_blocks_of_a_uniform_method(
     """In every step, whether layers share pages or not."""
     (prompt,), held = make_prompts([1000]), {}
     with start_engine(ANY_METHOD | {"budget": 256}, 100, enable_prefix_caching=False) as engine:
+        blocks = engine.record_blocks()
         for method in ("snapkv", "pyramidkv", "layer-defensivekv"):
-            with blocks_held(engine) as held[method]:
-                engine.generate([prompt], 100, [{"kv_eviction": method}])
+            engine.generate([prompt], 100, [{"kv_eviction": method}])
+            held[method], blocks[:] = [*blocks], []
             (state,) = engine.worker._states
     assert held["snapkv"][0] == 32
     assert held["snapkv"][1:100] == [-(-(1000 + i) // 32) - 23 for i in range(1, 100)]
     assert held["pyramidkv"] == held["layer-defensivekv"] == held["snapkv"]
     # Where the layers' runs end: all pages are handed out, and to some layers more than to others.
     ends = state.offsets[state.offsets[:, -1, -1] > 0, :, -1]
-    assert (
-        ends[:, -1]
-        == 4 * 3 * cuts(1000, 32, EvictionConfig(method="adakv-perturb", budget=256))[0].num_packed
-    ).all()
+    (cut,) = cuts(1000, 32, EvictionConfig(method="adakv-perturb", budget=256))
+    assert (ends[:, -1] == 4 * 3 * cut.num_packed).all()
     assert ends.diff(dim=1).unique().numel() > 1
 
 

@@ -1,52 +1,28 @@
 """`--max-model-len auto`: vLLM fits the longest prompt to the pool, and a start speaks of that."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import LLM
 
-from tests.engine.random_models import random_llama
-from tests.engine.test_unreadable_projections import engine_in_this_process  # noqa: F401 (fixture)
+from tests.engine.configurations import create
+from tests.engine.conftest import BLOCK_SIZE, EngineFactory
 from vllm_kvselect.config import ConfigError
-
-NUM_BLOCKS, BLOCK_SIZE = 32, 32
-BLOCK_BYTES = BLOCK_SIZE * 4 * 4 * 2 * 32 * 4
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Any:
-    """What the plugin logs."""
+    """What the plugin logs; vLLM sets up its loggers with the first configuration of a process."""
+    create({"method": "none"})
     logger = logging.getLogger("vllm.kvselect")
     logger.addHandler(caplog.handler)
     yield lambda: list(dict.fromkeys(each.getMessage() for each in caplog.records))
     logger.removeHandler(caplog.handler)
 
 
-def start(folder: Path, **eviction: Any) -> LLM:
-    return LLM(
-        str(folder),
-        dtype="float32",
-        max_model_len=-1,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        kv_cache_memory_bytes=NUM_BLOCKS * BLOCK_BYTES,
-        additional_config={"kv_eviction": {"method": "snapkv", **eviction}},
-    )
-
-
-def test_a_start_speaks_of_the_length_that_is_served(llama: Path, lines: Any) -> None:
-    llm = start(llama, budget=0.25)
-    try:
-        length = llm.llm_engine.model_config.max_model_len
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+def test_a_start_speaks_of_the_length_that_is_served(start: EngineFactory, lines: Any) -> None:
+    with start({"method": "snapkv", "budget": 0.25}, 32, max_model_len=-1) as engine:
+        length = engine.llm.llm_engine.model_config.max_model_len
     assert length < 4096
     (line,) = [line for line in lines() if "retains" in line]
     assert f"retains {length // 4} entries" in line
@@ -54,6 +30,9 @@ def test_a_start_speaks_of_the_length_that_is_served(llama: Path, lines: Any) ->
     assert f" of its {-(-length // BLOCK_SIZE)} blocks" in line
 
 
-def test_a_budget_that_is_too_small_for_the_length_that_is_served_is_refused(llama: Path) -> None:
-    with pytest.raises(ConfigError, match=r"auto leaves too short prompts here: budget = 0\.03"):
-        start(llama, budget=0.03)
+def test_a_budget_that_is_too_small_for_the_length_that_is_served_is_refused(
+    start: EngineFactory,
+) -> None:
+    reason, small = r"auto leaves too short prompts here: budget = 0\.03", {"budget": 0.03}
+    with pytest.raises(ConfigError, match=reason), start(small, 32, max_model_len=-1):
+        pass

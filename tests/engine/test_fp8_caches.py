@@ -14,12 +14,8 @@ import pytest
 import torch
 from vllm.model_executor.layers.attention import attention
 
-from tests.engine.all_methods import (
-    check_nothing_dropped_is_stock,
-    engines_of,
-    serve_all_methods,
-)
-from tests.engine.conftest import EngineFactory, needs_fp8_caches
+from tests.engine.all_methods import check_nothing_dropped_is_stock, serve_all_methods
+from tests.engine.conftest import EngineFactory, engines_of, needs_fp8_caches
 from tests.engine.random_models import random_gpt_oss
 from tests.load.mixture import BLOCK_SIZE, MAX_MODEL_LEN, SERVER, Answer, Request, difference, serve
 from tests.load.mixture.requests import SETTINGS
@@ -27,13 +23,7 @@ from vllm_kvselect.engine.cpu.backend import HeadwiseCPUAttentionImpl
 from vllm_kvselect.engine.cpu.pages import PageCodec, write_entries
 
 pytestmark = needs_fp8_caches
-MORE_METHODS = (
-    "random",
-    "keydiff",
-    "layer-probe",
-    "ada-probe",
-    "ada-pyramidkv",
-)
+MORE_METHODS = ("random", "keydiff", "layer-probe", "ada-probe", "ada-pyramidkv")
 SETTINGS_OF_ALL = (*SETTINGS, *({"kv_eviction": method} for method in MORE_METHODS))
 CROWDED = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 150, "max_num_seqs": 8}
 NUM_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 8

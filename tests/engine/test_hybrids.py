@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.lfm2 import Lfm2Attention
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.adapters import RANK, random_adapter
-from tests.engine.all_methods import EVICTION, check_method, engines_of, serve_all_methods
-from tests.engine.conftest import Answer, Engine, EngineFactory
+from tests.engine.all_methods import EVICTION, check_method, serve_all_methods
+from tests.engine.conftest import Answer, Engine, EngineFactory, engines_of
 from tests.engine.float64 import WINDOW, num_packed, tail_begin
 from tests.engine.hybrid_model import HybridModel
 from tests.engine.random_hybrids import (
@@ -174,25 +173,17 @@ def headwise(engine: Engine) -> HeadwiseManager:
     return manager
 
 
-def test_nothing_dropped_is_stock_and_freed_blocks_are_those_of_whole_pages(
-    hybrid: Hybrid,
-) -> None:
-    prompts, held = random_prompts([40, 150, 500]), []
-    schedule = Scheduler.schedule
-
-    def record(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
-        output = schedule(scheduler, *args, **kwargs)
-        tables = headwise(engine).req_to_blocks.values()
-        held.append([sum(block.is_null for block in table) for table in tables])
-        return output
-
+def test_nothing_dropped_is_stock_and_freed_blocks_are_those_of_whole_pages(hybrid: Hybrid) -> None:
+    prompts = random_prompts([40, 150, 500])
     with hybrid.start(None, 40) as engine:
         expected = engine.generate(prompts, 20)
     with hybrid.start({**EVICTION, "method": "none"}, 40, disable_log_stats=False) as engine:
         assert engine.generate(prompts, 20) == expected
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Scheduler, "schedule", record)
-            engine.generate(prompts[2:], 2, [{"kv_eviction": "snapkv"}])
+        tables = headwise(engine).req_to_blocks
+        held = engine.record_steps(
+            lambda _: [sum(block.is_null for block in table) for table in tables.values()]
+        )
+        engine.generate(prompts[2:], 2, [{"kv_eviction": "snapkv"}])
         assert headwise(engine).sizes == (hybrid.family.block_size, PAGE_SIZE)
         assert engine.blocks_in_use() == 0
         counted = {metric.name: metric for metric in engine.llm.get_metrics()}

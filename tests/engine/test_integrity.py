@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
-    KVCacheBlock,
-    make_block_hash_with_group_id,
-)
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
@@ -140,11 +136,7 @@ def cut_table(server: CheckedServer) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[CheckedServer], None], set[str], list[str]]] = {
     "a packed block is hashed": (hash_packed, {"named"}, ["decoding"]),
-    "a tail block is shared": (
-        share_unhashed,
-        {"shared", "pool"},
-        ["decoding", "short"],
-    ),
+    "a tail block is shared": (share_unhashed, {"shared", "pool"}, ["decoding", "short"]),
     "a held block is freed": (free_held, {"pool", "references"}, ["short"]),
     "a free block is lost": (lose_free, {"pool"}, []),
     "free blocks are miscounted": (miscount_free, {"pool"}, []),

@@ -81,10 +81,7 @@ MODELS = {
         {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 8},
         "has no attention layers",
     ),
-    "encoder": (
-        {"architectures": ["BertModel"], "model_type": "bert"},
-        "does not generate text",
-    ),
+    "encoder": ({"architectures": ["BertModel"], "model_type": "bert"}, "does not generate text"),
 }
 
 SHAPE: dict[str, Any] = {"eviction": EVICTION, "head_size": 64, "dtype": torch.float32}

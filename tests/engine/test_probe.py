@@ -10,12 +10,7 @@ from safetensors.torch import load_file
 from tests.engine.conftest import SHALLOW_LAYERS, EngineFactory
 from tests.engine.random_models import random_prompts
 from tests.engine.recorder import recording
-from tests.engine.test_unreadable_projections import (  # noqa: F401 (fixtures)
-    PROMPT,
-    engine_in_this_process,
-    params,
-    start,
-)
+from tests.engine.test_unreadable_projections import CHOOSING, PROMPT
 from tests.probe_files import probe_of
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.frontend.requests import RequestRefusedError
@@ -23,16 +18,6 @@ from vllm_kvselect.probes import places
 from vllm_kvselect.probes.places import default_path
 
 REFUSED = "methods that need a calibrated probe cannot be used: "
-
-
-def probes(llm: Any) -> list[torch.Tensor | None]:
-    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    return [layer.impl.probe for layer in layers]
-
-
-def answer(llm: Any, method: str | None) -> list[int]:
-    (answered,) = llm.generate(PROMPT, params(method), use_tqdm=False)
-    return list(answered.outputs[0].token_ids)
 
 
 def test_every_layer_has_its_own_weights(shallow_model: Path, start_engine: EngineFactory) -> None:
@@ -67,51 +52,55 @@ def test_methods_that_do_not_need_a_probe_read_none(start_engine: EngineFactory)
         assert all(impl.probe is None for impl in engine.impls)
 
 
-def test_without_a_probe_the_start_is_refused_with_the_command_that_makes_one(llama: Path) -> None:
+def test_without_a_probe_the_start_is_refused_with_the_command_that_makes_one(
+    start_small: EngineFactory, llama: Path
+) -> None:
     remedy = rf"{REFUSED}there is no probe of {llama}; .*`vllm-kvselect calibrate {llama}`"
-    with pytest.raises(ConfigError, match=remedy):
-        start(llama, method="layer-probe")
+    probing = {"method": "layer-probe"}
+    with pytest.raises(ConfigError, match=remedy), start_small(probing, model=llama):
+        pass
 
 
-def test_without_a_probe_other_methods_serve_and_requests_for_it_are_refused(llama: Path) -> None:
-    llm = start(llama, method="adakv", allow_override=["method"])
-    try:
-        assert len(answer(llm, "keydiff")) == 4
+def test_without_a_probe_other_methods_serve_and_requests_for_it_are_refused(
+    start_small: EngineFactory, llama: Path
+) -> None:
+    with start_small({**CHOOSING, "method": "adakv"}, model=llama) as engine:
+        (answer,) = engine.outputs([PROMPT], 4, [{"kv_eviction": "keydiff"}])
+        assert len(answer.token_ids) == 4
         with pytest.raises(RequestRefusedError, match=rf"{REFUSED}there is no probe of") as caught:
-            answer(llm, "ada-probe")
+            engine.outputs([PROMPT], 4, [{"kv_eviction": "ada-probe"}])
         assert caught.value.parameter == "extra_args.kv_eviction"
-    finally:
-        llm.llm_engine.engine_core.shutdown()
 
 
-def test_what_calibrate_left_in_the_cache_is_found(llama: Path) -> None:
+def test_what_calibrate_left_in_the_cache_is_found(start_small: EngineFactory, llama: Path) -> None:
     written = probe_of(llama)
     fingerprint = places.Probe.load(written).facts.model.fingerprint
     kept = default_path("former-name", fingerprint)
     kept.parent.mkdir(parents=True)
     written.rename(kept)
-    llm = start(llama, method="layer-probe")
-    try:
-        assert torch.equal(torch.stack(probes(llm)), load_file(kept)["weights"])
-        assert len(answer(llm, None)) == 4
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+    with start_small({"method": "layer-probe"}, model=llama) as engine:
+        found = torch.stack([impl.probe for impl in engine.impls])
+        assert torch.equal(found, load_file(kept)["weights"])
+        assert len(engine.outputs([PROMPT], 4)[0].token_ids) == 4
 
 
 @pytest.mark.parametrize(
     "eviction",
-    [{"method": "ada-probe"}, {"method": "adakv", "allow_override": ["method"]}],
+    [{"method": "ada-probe"}, {**CHOOSING, "method": "adakv"}],
     ids=["the server's method", "a method that requests may choose"],
 )
 def test_a_named_file_of_another_model_is_refused_at_the_start(
-    eviction: dict[str, Any], llama: Path, shallow_model: Path
+    start_small: EngineFactory, eviction: dict[str, Any], llama: Path, shallow_model: Path
 ) -> None:
     other = probe_of(shallow_model)
     reason = rf"{REFUSED}{other} is the probe of {shallow_model.name}, whose weights are not those"
-    with pytest.raises(ConfigError, match=reason):
-        start(llama, probe=str(other), **eviction)
+    named = {**eviction, "probe": str(other)}
+    with pytest.raises(ConfigError, match=reason), start_small(named, model=llama):
+        pass
 
 
-def test_a_named_file_that_is_not_there_is_refused(llama: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"{REFUSED}there is no file /no/such; make it with"):
-        start(llama, method="ada-probe", probe="/no/such")
+def test_a_named_file_that_is_not_there_is_refused(start_small: EngineFactory, llama: Path) -> None:
+    reason = rf"{REFUSED}there is no file /no/such; make it with"
+    named = {"method": "ada-probe", "probe": "/no/such"}
+    with pytest.raises(ConfigError, match=reason), start_small(named, model=llama):
+        pass

@@ -16,19 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.conftest import (
-    BLOCK_SIZE,
-    Answer,
-    _engine,
-    engine_settings,
-    preempting_all,
-)
+from tests.engine.conftest import BLOCK_SIZE, Answer, _engine, engine_settings, preempting_all
 from tests.engine.float64 import BUDGET, num_packed, tail_begin
 from tests.engine.float64_model import Answer as ExpectedAnswer
 from tests.engine.float64_model import Model
 from tests.engine.float64_rounds import Answered, Round, RoundsOf, recording_rounds
 from tests.engine.nodes import first_node, second_node, two_nodes
-from tests.engine.random_models import random_llama, random_prompts
+from tests.engine.random_models import random_prompts
 from tests.engine.recorder import recording
 from tests.method_cases import MethodCase
 from vllm_kvselect.kernels import cpu
@@ -149,14 +143,9 @@ def serve(
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def served(llama: Path) -> Callable[[str], Served]:
+def served(random_model: Path) -> Callable[[str], Served]:
     """What was served with a kind of parallelism, once for all tests."""
-    return cache(lambda kind: serve(llama, CASES[kind], **SETTINGS[kind]))
+    return cache(lambda kind: serve(random_model, CASES[kind], **SETTINGS[kind]))
 
 
 def holder(kind: str, layer: int, head: int) -> tuple[int, int, int]:
@@ -168,12 +157,12 @@ def holder(kind: str, layer: int, head: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(("kind", "method"), [(kind, m) for kind in CASES for m in CASES[kind]])
 def test_ranks_answer_and_retain_as_the_oracle(
-    kind: str, method: str, served: Callable[[str], Served], llama: Path
+    kind: str, method: str, served: Callable[[str], Served], random_model: Path
 ) -> None:
     index = CASES[kind].index(method)
     prompt, answer = served(kind).prompts[index], served(kind).answers[index]
     num_ranks = 2 if kind == "tensor" else 1
-    oracle = ExpectedAnswer(Model(llama), prompt, MethodCase(method), num_ranks)
+    oracle = ExpectedAnswer(Model(random_model), prompt, MethodCase(method), num_ranks)
     retained = {}
     for layer, head in oracle.expected:
         rank, own_layer, own_head = holder(kind, layer, head)
@@ -185,10 +174,10 @@ def test_ranks_answer_and_retain_as_the_oracle(
 @pytest.mark.load  # the tests of two ranks run each time
 @BOTH
 def test_two_nodes_answer_and_retain_what_two_ranks_of_one_node_do(
-    kind: str, served: Callable[[str], Served], llama: Path, tmp_path: Path
+    kind: str, served: Callable[[str], Served], random_model: Path, tmp_path: Path
 ) -> None:
-    node = partial(second_node, tmp_path, llama)
-    on_two = serve(llama, CASES[kind], beside=node, **SETTINGS[kind], **two_nodes())
+    node = partial(second_node, tmp_path, random_model)
+    on_two = serve(random_model, CASES[kind], beside=node, **SETTINGS[kind], **two_nodes())
     on_one = served(kind)
     assert on_two.answers == on_one.answers
     assert [rank.retained for rank in on_two.ranks] == [rank.retained for rank in on_one.ranks]
@@ -204,14 +193,14 @@ def test_two_nodes_answer_and_retain_what_two_ranks_of_one_node_do(
     ],
 )
 def test_nodes_with_other_options_do_not_start(
-    kind: str, error: str, llama: Path, tmp_path: Path
+    kind: str, error: str, random_model: Path, tmp_path: Path
 ) -> None:
     settings = {"skip_tokenizer_init": True, **SETTINGS[kind], **two_nodes()}
-    settings = engine_settings({"budget": BUDGET}, 100, model=llama, **settings)
+    settings = engine_settings({"budget": BUDGET}, 100, model=random_model, **settings)
     other = {"method": "adakv-perturb", "budget": BUDGET + 1}
     others = {**settings, "additional_config": {"kv_eviction": other}}
-    with second_node(tmp_path, llama, others):
-        first = first_node(llama, settings)
+    with second_node(tmp_path, random_model, others):
+        first = first_node(random_model, settings)
     assert first.returncode != 0
     assert re.search(error, first.stdout)
 
@@ -245,7 +234,7 @@ def merged(
     return at_prompt, [each for _, each in sorted(rounds.items())]
 
 
-def test_two_ranks_make_the_cuts_of_the_float64_model(llama: Path) -> None:
+def test_two_ranks_make_the_cuts_of_the_float64_model(random_model: Path) -> None:
     """In prompts of more than three intervals, and in answers."""
     prompts = random_prompts([40 + 71 * index for index in range(len(ROUND_METHODS))])
     eviction = {"budget": 96, "allow_override": ["method"], "prompt_interval": 64}
@@ -254,7 +243,7 @@ def test_two_ranks_make_the_cuts_of_the_float64_model(llama: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        with _engine(eviction, 90, model=llama, **settings) as engine:
+        with _engine(eviction, 90, model=random_model, **settings) as engine:
             engine.llm.collective_rpc(start_recording_rounds)
             with preempting_all(6, num_tokens=100) as preempted:
                 asked = [{"kv_eviction": name} for name in ROUND_METHODS]
@@ -265,7 +254,7 @@ def test_two_ranks_make_the_cuts_of_the_float64_model(llama: Path) -> None:
         at_prompt, rounds = merged(ranks, len(prompt))
         assert rounds
         assert any(made.cut.position < len(prompt) for made in rounds) == (len(prompt) > 192)
-        answered = Answered(Model(llama), prompt, answer, at_prompt, rounds)
+        answered = Answered(Model(random_model), prompt, answer, at_prompt, rounds)
         answered.check_tokens()
         answered.check_rounds(MethodCase(name), num_ranks=2)
 
@@ -311,9 +300,9 @@ def test_metrics_count_a_request_once_and_the_entries_of_all_ranks(
 
 @BOTH
 def test_every_rank_binds_its_own_part_of_the_output_projections(
-    kind: str, served: Callable[[str], Served], llama: Path
+    kind: str, served: Callable[[str], Served], random_model: Path
 ) -> None:
-    model = Model(llama)
+    model = Model(random_model)
     cpu.load()
     for layer in range(NUM_LAYERS):
         # [hidden_size, heads * head_size] -> [num_kv_heads, head_size, group, hidden_size]

@@ -11,18 +11,8 @@ from transformers import Exaone4Config, Glm4Config, Phi3Config
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from tests.engine.conftest import EngineFactory
-from tests.engine.random_models import (
-    SHAPE,
-    random_llama,
-    random_prompts,
-    with_positions_of_several_parts,
-)
-from tests.engine.test_unreadable_projections import (  # noqa: F401 (a fixture)
-    PROMPT,
-    engine_in_this_process,
-    params,
-    start,
-)
+from tests.engine.random_models import random_llama, random_prompts, with_positions_of_several_parts
+from tests.engine.test_unreadable_projections import CHOOSING, PROMPT, SIZES, offered, params
 from tests.probe_files import probe_of
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.bind.rotation import _rotation, _UnknownError
@@ -192,22 +182,18 @@ def test_adapters_are_taken_off_for_the_trial() -> None:
         module.qkv_proj(torch.ones(1))
 
 
-def test_text_with_positions_of_several_parts_is_as_with_one(tmp_path: Path) -> None:
+def test_text_with_positions_of_several_parts_is_as_with_one(
+    start_small: EngineFactory, tmp_path: Path
+) -> None:
     method = "layer-probe"
     folder = random_llama(tmp_path / "model", num_layers=2)
-    probe = str(probe_of(folder))
-    settings: dict[str, Any] = {"method": method, "probe": probe, "allow_override": ["method"]}
-    prompts = [{"prompt_token_ids": each} for each in random_prompts([400, 300])]
+    settings = {**CHOOSING, "method": method, "probe": str(probe_of(folder))}
     answers = []
     for make, has_parts in ((Path, False), (with_positions_of_several_parts, True)):
-        llm = start(make(folder), language_only=has_parts, **settings)
-        try:
-            outputs = llm.generate(prompts, params(None, max_tokens=8), use_tqdm=False)
-            answers.append([output.outputs[0].token_ids for output in outputs])
+        with start_small(settings, model=make(folder), language_model_only=has_parts) as engine:
+            answers.append(engine.generate(random_prompts([400, 300]), 8))
             if has_parts:
-                refuses_images(llm.llm_engine, method)
-        finally:
-            llm.llm_engine.engine_core.shutdown()
+                refuses_images(engine.llm.llm_engine, method)
     assert answers[0] == answers[1]
 
 
@@ -245,7 +231,6 @@ def test_methods_that_do_not_need_rotations_bind_nothing(start_engine: EngineFac
         assert all(impl.rotation is None for impl in engine.impls)
 
 
-SIZES = {**SHAPE, "num_hidden_layers": 2, "max_position_embeddings": 512}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
 LONG = {
     "rope_type": "longrope",
@@ -273,38 +258,30 @@ LONG = {
     ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_models_of_other_kinds(
-    config: Any, architecture: str, rotates: Any, tmp_path: Path
+    start_small: EngineFactory, config: Any, architecture: str, rotates: Any, tmp_path: Path
 ) -> None:
     config.architectures = [architecture]
     config.save_pretrained(tmp_path)
-    llm = start(tmp_path, "dummy", method="adakv", allow_override=["method"])
-    try:
-        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-        (rotation, *_) = [layer.impl.rotation for layer in layers if layer.sliding_window is None]
+    choosing = {**CHOOSING, "method": "adakv"}
+    with start_small(choosing, model=tmp_path, load_format="dummy") as engine:
+        (rotation, *_) = [impl.rotation for impl in engine.impls if impl.sliding_window == -1]
         if rotates is None:
             assert rotation is None
         else:
             assert (rotation.cos.shape, rotation.interleaved) == rotates
-        (answer,) = llm.generate(PROMPT, params(None), use_tqdm=False)
-        assert len(answer.outputs[0].token_ids) == 4
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+        assert len(engine.outputs([PROMPT], 4)[0].token_ids) == 4
 
 
 def test_a_model_whose_rotation_cannot_be_told_serves_other_methods(
-    persimmon: Path,
+    start_small: EngineFactory, persimmon: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"{REFUSED}Transformers.*PersimmonAttention"):
-        start(persimmon, method="layer-probe")
-    llm = start(persimmon, method="adakv", allow_override=["method"])
-    try:
-        (answer,) = llm.generate(PROMPT, params("keydiff"), use_tqdm=False)
-        assert len(answer.outputs[0].token_ids) == 4
+    reason, probing = rf"{REFUSED}Transformers.*PersimmonAttention", {"method": "layer-probe"}
+    with pytest.raises(ConfigError, match=reason), start_small(probing, model=persimmon):
+        pass
+    with start_small({**CHOOSING, "method": "adakv"}, model=persimmon) as engine:
+        (answer,) = engine.outputs([PROMPT], 4, [{"kv_eviction": "keydiff"}])
+        assert len(answer.token_ids) == 4
         with pytest.raises(RequestRefusedError, match=REFUSED) as caught:
-            llm.generate(PROMPT, params("layer-probe"), use_tqdm=False)
-        offered = str(caught.value).partition("choose one of ")[2].partition(" (parameter")[0]
-        assert {*offered.split(", ")} == {
-            name for name in METHODS if "rotation" not in METHODS[name].needs
-        }
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+            engine.outputs([PROMPT], 4, [{"kv_eviction": "layer-probe"}])
+        without = {name for name in METHODS if "rotation" not in METHODS[name].needs}
+        assert offered(caught) == without

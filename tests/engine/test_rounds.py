@@ -1,19 +1,12 @@
 """Rounds in real engines: a float64 model's word on every entry and every token."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.engine.all_methods import engines_of
-from tests.engine.all_rounds import CASES, DECODE_BUDGET, INTERVAL, ROUNDS, Served, serve, watch
-from tests.engine.conftest import BLOCK_SIZE, EngineFactory, preempting_all
-from tests.engine.random_models import (
-    random_gemma3,
-    random_gpt_oss,
-    random_llama,
-    random_prompts,
-)
+from tests.engine.all_rounds import CASES, DECODE_BUDGET, INTERVAL, ROUNDS, Served, serve
+from tests.engine.conftest import BLOCK_SIZE, EngineFactory, every_architecture, preempting_all
+from tests.engine.random_models import random_prompts
 from vllm_kvselect.config import EvictionConfig
 from vllm_kvselect.planning.cuts import cuts
 
@@ -30,38 +23,16 @@ NGRAM = {
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_llama(tmp_path_factory.mktemp("rounds") / "llama")
-
-
-@pytest.fixture(scope="module")
-def start(llama: Path) -> Iterator[EngineFactory]:
-    with engines_of(llama) as factory:
-        yield factory
-
-
-@pytest.fixture(scope="module")
 def served(start: EngineFactory) -> Served:
     return serve(start, PROMPTS, NUM_GENERATED, **ROUNDS)
 
 
+@every_architecture
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.method for case in CASES])
 def test_every_round_and_every_token_is_as_the_float64_model_says(
-    index: int, served: Served, llama: Path
+    index: int, served: Served, random_model: Path
 ) -> None:
-    served.check(index, llama)
-
-
-@pytest.mark.parametrize("make", [random_gemma3, random_gpt_oss], ids=["windows", "sinks"])
-def test_other_architectures_make_the_same_rounds(
-    make: Callable[[Path], Path], tmp_path: Path
-) -> None:
-    folder = make(tmp_path / "model")
-    with engines_of(folder) as start:
-        # The sliding layers have a manager of their own, which nothing checks.
-        served = serve(start, PROMPTS, NUM_GENERATED, **ROUNDS | {"check_integrity": False})
-    for index in range(len(CASES)):
-        served.check(index, folder)
+    served.check(index, random_model)
 
 
 def test_rounds_count_accepted_tokens_only(start: EngineFactory) -> None:
@@ -103,9 +74,8 @@ def test_a_budget_that_is_never_reached_gives_stocks_tokens(start: EngineFactory
 
 
 def test_requests_hold_no_more_than_budget_and_interval(start: EngineFactory) -> None:
-    most: list[int] = []
     with start({"method": "adakv-perturb", "budget": 1.0, **ROUNDS}, 60) as engine:
-        watch(engine, most)
+        most = engine.record_blocks()
         engine.generate(PROMPTS[:2], 400)
         assert engine.blocks_in_use() == 0
     # Two requests; each a partial block more, and one for the token at hand.

@@ -1,17 +1,12 @@
 """Model runner V2 in real engines, see `runner_v2.py`: its answers are those of the CPU backend."""
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.all_methods import engines_of
-from tests.engine.conftest import Answer, EngineFactory
+from tests.engine.conftest import Answer, EngineFactory, engines_of
 from tests.engine.random_hybrids import granite_h, saved
 from tests.engine.random_models import random_llama, random_mimo, random_prompts
 from tests.engine.test_cuda_end_to_end import SETTINGS as SIZES
@@ -25,6 +20,7 @@ from tests.engine.test_drafters import (
 )
 from tests.load.mixture import Request
 from tests.marks import starts_engine
+from tests.own_process import said_by
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.xdist_group("runner v2"), pytest.mark.timeout(1000)]
@@ -68,15 +64,7 @@ def settings_of_hybrid(folder: Path) -> dict[str, Any]:
 @starts_engine
 def found(runs: tuple[str, ...]) -> dict[str, Any]:
     """What a process that has that runner finds."""
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.engine.runner_v2", *runs],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    said: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    said: dict[str, Any] = said_by("tests.engine.runner_v2", *runs, timeout=3600)
     return said
 
 

@@ -1,21 +1,15 @@
 """Sparse prefills in real engines: a float64 model's word on every chosen block and every token."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.all_methods import engines_of
-from tests.engine.conftest import Answer, Engine, EngineFactory, preempting_all
+from tests.engine.conftest import Answer, Engine, EngineFactory, every_architecture, preempting_all
 from tests.engine.float64_model import Model
 from tests.engine.float64_prefill import BLOCK, BUDGET, SIZE, Chosen, Exact, recording_blocks
-from tests.engine.random_models import (
-    random_gemma3,
-    random_gpt_oss,
-    random_llama,
-    random_prompts,
-)
+from tests.engine.random_models import random_prompts
 from vllm_kvselect.engine.sparse import worker_segments
 
 pytestmark = pytest.mark.xdist_group("sparse_prefill")
@@ -45,38 +39,16 @@ def check(model: Path, answers: Sequence[Answer], blocks: Chosen, **rule: Any) -
             exact.check_blocks(**rule)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_llama(tmp_path_factory.mktemp("sparse") / "llama")
-
-
-@pytest.fixture(scope="module")
-def start(llama: Path) -> Iterator[EngineFactory]:
-    with engines_of(llama) as factory:
-        yield factory
-
-
-def test_blocks_and_tokens_are_as_the_float64_model_says(start: EngineFactory, llama: Path) -> None:
-    with (
-        start(
-            {**ALONE, "check_integrity": True},
-            90,
-            max_num_batched_tokens=256,
-            max_num_seqs=8,
-        ) as engine,
-        recording_blocks() as blocks,
-    ):
+@every_architecture
+def test_blocks_and_tokens_are_as_the_float64_model_says(
+    start: EngineFactory, random_model: Path
+) -> None:
+    settings = {**ALONE, "check_integrity": True}
+    sizes = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
+    with start(settings, 90, **sizes) as engine, recording_blocks() as blocks:
         answers = engine.generate(PROMPTS, NUM_GENERATED)
     assert len(blocks) == len(PROMPTS) - 1
-    check(llama, answers, blocks)
-
-
-@pytest.mark.parametrize("make", [random_gemma3, random_gpt_oss], ids=["windows", "sinks"])
-def test_other_architectures(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    folder = make(tmp_path / "model")
-    with engines_of(folder) as start, start(ALONE, 90) as engine, recording_blocks() as blocks:
-        answers = engine.generate(PROMPTS, NUM_GENERATED)
-    check(folder, answers, blocks)
+    check(random_model, answers, blocks)
 
 
 def answers_of(engine: Engine, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Answer]:
@@ -119,36 +91,23 @@ def test_segments_that_read_everything_give_stocks_tokens(
 def test_blocks_are_found_by_those_who_would_compute_the_same(start: EngineFactory) -> None:
     prompt = PROMPTS[-1]  # sparse from 128 to 512
     other = [*prompt[:300], *prompt[:300]]  # leaves it inside a segment
-    choose = {"kv_prefill": "dense"}
-    fewer = {"kv_prefill_budget": 64}
+    asked: list[tuple[list[int], dict[str, Any] | None]] = [
+        *[(prompt, None), (prompt, None), ([*prompt, *other[:300]], None), (other, None)],
+        *[(prompt, {"kv_prefill": "dense"}), (prompt, {"kv_prefill_budget": 64})],
+    ]
     allowed = {"allow_override": ["prefill", "prefill_budget"]}
     with start({**ALONE, **allowed, "check_integrity": True}, 200) as engine:
-        expected = {}
-        for name, tokens, own in (
-            ("sparse", prompt, None),
-            ("longer", [*prompt, *other[:300]], None),
-            ("other", other, None),
-            ("dense", prompt, choose),
-            ("fewer", prompt, fewer),
-        ):
+        expected, found = [], []
+        for tokens, own in asked:
             engine.scheduler.reset_prefix_cache()
-            expected[name] = engine.generate([tokens], NUM_GENERATED, [own])[0]
+            expected += engine.generate([tokens], NUM_GENERATED, [own])
         engine.scheduler.reset_prefix_cache()
         hits = engine.record_hits()
-        found = {}
-        for name, tokens, own in (
-            ("sparse", prompt, None),
-            ("again", prompt, None),
-            ("longer", [*prompt, *other[:300]], None),
-            ("other", other, None),
-            ("dense", prompt, choose),
-            ("fewer", prompt, fewer),
-        ):
-            found[name] = engine.generate([tokens], NUM_GENERATED, [own])[0]
+        for tokens, own in asked:
+            found += engine.generate([tokens], NUM_GENERATED, [own])
     # The tail of a prompt is found by itself alone; a segment as a whole or not at all; what comes
     # before the first sparse segment by everybody.
     assert hits == [0, 576, 512, 256, 128, 128]
-    assert found.pop("again") == found["sparse"]
     assert found == expected
 
 

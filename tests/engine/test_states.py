@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.engine.all_methods import engines_of
 from tests.engine.all_rounds import CASES
 from tests.engine.conftest import Answer, Engine, EngineFactory, preempting_all
 from tests.engine.float64_model import Model
 from tests.engine.float64_rounds import Answered, recording_rounds
-from tests.engine.random_models import random_llama, random_prompts
+from tests.engine.random_models import random_prompts
 from vllm_kvselect.engine.scheduler.block_manager import HeadwiseManager
 
 pytestmark = pytest.mark.xdist_group("states")
@@ -174,12 +173,9 @@ def test_idle_sessions_are_not_pushed_out_by_what_newer_states_stand_for(
         assert lost(engine) > 0
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_llama(tmp_path_factory.mktemp("states") / "llama")
-
-
-def test_what_is_cut_behind_a_found_state_is_as_the_float64_model_says(llama: Path) -> None:
+def test_what_is_cut_behind_a_found_state_is_as_the_float64_model_says(
+    start: EngineFactory, random_model: Path
+) -> None:
     """Every method's prompt grows twice: each cut is made by the turn that comes to it."""
     prompts = random_prompts([300 + 5 * index for index in range(len(CASES))])
     more = random_prompts([2 * (90 + 2 * index) for index in range(len(CASES))])
@@ -194,11 +190,7 @@ def test_what_is_cut_behind_a_found_state_is_as_the_float64_model_says(llama: Pa
     extra_args: Any = [{"kv_eviction": case.method} for case in CASES]
     eviction = {"budget": 96, "prompt_interval": 64, "allow_override": ["method"]}
     eviction |= {"check_integrity": True}
-    with (
-        engines_of(llama) as start,
-        start(eviction, 400, max_num_batched_tokens=256) as engine,
-        recording_rounds() as rounds,
-    ):
+    with start(eviction, 400, max_num_batched_tokens=256) as engine, recording_rounds() as rounds:
         hits = engine.record_hits()
         for each in turns:
             answers = engine.generate(each, 20, extra_args)
@@ -212,6 +204,6 @@ def test_what_is_cut_behind_a_found_state_is_as_the_float64_model_says(llama: Pa
         assert len(turns[-1][index]) in made
         assert any(one % 64 == 0 and other % 64 == 0 for one, other in pairwise(sorted(made)))
         in_order = [each for _, each in sorted(made.items())]
-        answered = Answered(Model(llama), turns[-1][index], answer, {}, in_order)
+        answered = Answered(Model(random_model), turns[-1][index], answer, {}, in_order)
         answered.check_tokens()
         answered.check_rounds(case)

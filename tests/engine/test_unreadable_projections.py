@@ -2,63 +2,32 @@
 
 import asyncio
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import AfmoeConfig
-from vllm import LLM, SamplingParams
-from vllm.distributed import cleanup_dist_env_and_memory
+from vllm import SamplingParams
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
+from tests.engine.conftest import EngineFactory
 from tests.engine.random_models import SHAPE
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.engine.bind.output_projection import _named_after_gates
 from vllm_kvselect.engine.bind.trial_run import arguments, in_place_of
-from vllm_kvselect.engine.frontend.requests import (
-    RequestRefusedError,
-    check_body,
-    check_needs,
-)
+from vllm_kvselect.engine.frontend.requests import RequestRefusedError, check_body, check_needs
 from vllm_kvselect.registry import METHODS
 
 SIZES = {**SHAPE, "num_hidden_layers": 2, "max_position_embeddings": 512}
-PROMPT = {"prompt_token_ids": list(range(200))}
+PROMPT = [*range(200)]
+CHOOSING = {"allow_override": ["method"]}
 REFUSED = "methods that weigh entries by the norms of projected values cannot be used with "
 
 
-def start(
-    folder: Path, load_format: str = "auto", *, language_only: bool = False, **eviction: Any
-) -> LLM:
-    return LLM(
-        str(folder),
-        load_format=load_format,
-        language_model_only=language_only,
-        dtype="float32",
-        max_model_len=512,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        kv_cache_memory_bytes=2**24,
-        additional_config={"kv_eviction": {"method": "adakv-perturb", "budget": 96, **eviction}},
-    )
-
-
-def params(method: str | None, max_tokens: int = 4) -> SamplingParams:
-    extra_args = {"kv_eviction": method} if method else None
-    return SamplingParams(
-        temperature=0.0, max_tokens=max_tokens, detokenize=False, extra_args=extra_args
-    )
-
-
-@pytest.fixture(autouse=True)
-def engine_in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    yield
-    cleanup_dist_env_and_memory()
+def params(method: str | None) -> SamplingParams:
+    return SamplingParams(extra_args={"kv_eviction": method} if method else None)
 
 
 @pytest.fixture
@@ -70,47 +39,50 @@ def afmoe(tmp_path: Path) -> Path:
     return tmp_path / "afmoe"
 
 
-def test_a_gate_before_the_projection_is_found_and_refused(afmoe: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"{REFUSED}AfmoeForCausalLM: in .*layers\.0.*a gate, changes attention"
-    ):
-        start(afmoe, "dummy", method="adakv-perturb")
+def offered(refused: pytest.ExceptionInfo[RequestRefusedError]) -> set[str]:
+    """The methods that a refusal names instead."""
+    found = re.search(r"choose one of (.*) \(parameter", str(refused.value))
+    assert found
+    return {*found[1].split(", ")}
+
+
+def test_a_gate_before_the_projection_is_found_and_refused(
+    start_small: EngineFactory, afmoe: Path
+) -> None:
+    reason = rf"{REFUSED}AfmoeForCausalLM: in .*layers\.0.*a gate, changes attention"
+    dummy = {"model": afmoe, "load_format": "dummy"}
+    with pytest.raises(ConfigError, match=reason), start_small({}, **dummy):
+        pass
 
 
 def test_a_gated_model_serves_methods_without_norms_and_refuses_others_per_request(
-    afmoe: Path,
+    start_small: EngineFactory, afmoe: Path
 ) -> None:
-    llm = start(afmoe, "dummy", method="adakv", allow_override=["method"])
-    try:
-        choices = ["snapkv", "knorm", "none", None]
-        answers = llm.generate([PROMPT] * 4, [params(choice) for choice in choices], use_tqdm=False)
-        assert all(len(answer.outputs[0].token_ids) == 4 for answer in answers)
+    eviction, dummy = {**CHOOSING, "method": "adakv"}, {"model": afmoe, "load_format": "dummy"}
+    with start_small(eviction, **dummy) as engine:
+        asked = [{"kv_eviction": name} for name in ("snapkv", "knorm", "none")]
+        answers = engine.outputs([PROMPT] * 4, 4, [*asked, None])
+        assert all(len(answer.token_ids) == 4 for answer in answers)
         for method in ("adakv-perturb", "thetakv", "layer-defensivekv"):
             with pytest.raises(RequestRefusedError, match=REFUSED) as caught:
-                llm.generate(PROMPT, params(method), use_tqdm=False)
+                engine.outputs([PROMPT], 4, [{"kv_eviction": method}])
             assert caught.value.parameter == "extra_args.kv_eviction"
-            offered = re.search(r"choose one of (.*) \(parameter", str(caught.value))
-            assert offered
             others = {name for name in METHODS if not METHODS[name].perturbation}
-            assert {*offered[1].split(", ")} == others >= {"snapkv", "knorm"}
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+            assert offered(caught) == others >= {"snapkv", "knorm"}
 
 
 def test_a_model_without_a_known_projection_starts_where_methods_may_be_chosen(
-    persimmon: Path,
+    start_small: EngineFactory, persimmon: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="found 0 output projections"):
-        start(persimmon, method="snapkv-perturb")
-    llm = start(persimmon, method="none", allow_override=["method"])
-    try:
-        (answer,) = llm.generate(PROMPT, params("adakv"), use_tqdm=False)
-        assert len(answer.outputs[0].token_ids) == 4
-        with pytest.raises(RequestRefusedError, match=r"Transformers.*found 0 output projections"):
-            llm.generate(PROMPT, params("adakv-perturb"), use_tqdm=False)
-        assert not llm.llm_engine.has_unfinished_requests()
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+    reason = "found 0 output projections"
+    with pytest.raises(ConfigError, match=reason), start_small({}, model=persimmon):
+        pass
+    with start_small({**CHOOSING, "method": "none"}, model=persimmon) as engine:
+        (answer,) = engine.outputs([PROMPT], 4, [{"kv_eviction": "adakv"}])
+        assert len(answer.token_ids) == 4
+        with pytest.raises(RequestRefusedError, match=f"Transformers.*{reason}"):
+            engine.outputs([PROMPT], 4, [{"kv_eviction": "adakv-perturb"}])
+        assert not engine.llm.llm_engine.has_unfinished_requests()
 
 
 class AsyncEngine:
@@ -136,9 +108,9 @@ def test_the_workers_are_asked_once_and_one_without_projections_is_enough() -> N
             asyncio.run(check_body(engine, body))
         assert caught.value.parameter == "vllm_xargs.kv_eviction"
         with pytest.raises(RequestRefusedError, match="no projections here"):
-            asyncio.run(check_needs(engine, PROMPT, params("snapkv-perturb")))
+            asyncio.run(check_needs(engine, {"prompt_token_ids": PROMPT}, params("snapkv-perturb")))
     # What is missing is no obstacle to a method that does not need it.
-    asyncio.run(check_needs(engine, PROMPT, params("ada-probe")))
+    asyncio.run(check_needs(engine, {"prompt_token_ids": PROMPT}, params("ada-probe")))
     assert engine.asked == ["kv_eviction_problems"]
 
 
@@ -160,7 +132,7 @@ def test_workers_are_asked_only_when_the_answer_matters(
     server: str, choice: str | None, asks: bool
 ) -> None:
     engine = AsyncEngine(server, [{}])
-    asyncio.run(check_needs(engine, PROMPT, params(choice)))
+    asyncio.run(check_needs(engine, {"prompt_token_ids": PROMPT}, params(choice)))
     assert bool(engine.asked) is asks
 
 

@@ -1,11 +1,12 @@
-"""Sliding windows beside full attention: a tiny Gemma 3, whose sliding layers stay vLLM's own."""
+"""A tiny Gemma 3, whose sliding layers stay vLLM's own, and a tiny gpt-oss, which has sinks, too.
 
-from collections.abc import Iterator
+Each of its query heads has a logit of its own in every softmax.
+"""
+
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.all_methods import (
     EVICTION,
@@ -13,27 +14,26 @@ from tests.engine.all_methods import (
     Served,
     check_method,
     check_nothing_dropped_is_stock,
-    engines_of,
     serve_all_methods,
 )
 from tests.engine.conftest import BLOCK_SIZE, Answer, Engine, EngineFactory
 from tests.engine.float64 import WINDOW, num_packed, tail_begin
-from tests.engine.random_models import random_gemma3, random_prompts
+from tests.engine.random_models import random_gemma3, random_gpt_oss, random_prompts
 from vllm_kvselect.engine.scheduler.block_manager import WindowManager
 
 pytestmark = pytest.mark.xdist_group("windows")
 NOTHING_DROPPED = {"kv_eviction": "none"}
 
 
-@pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_gemma3(tmp_path_factory.mktemp("gemma"))
-
-
-@pytest.fixture(scope="module")
-def start(gemma: Path) -> Iterator[EngineFactory]:
-    with engines_of(gemma) as start:
-        yield start
+windows = pytest.mark.parametrize(
+    "random_model", [pytest.param(random_gemma3, id="windows")], indirect=True
+)
+both = pytest.mark.parametrize(
+    ("random_model", "full_attention"),
+    [(random_gemma3, [2, 5]), (random_gpt_oss, [1, 3])],
+    ids=["windows", "sinks"],
+    indirect=["random_model"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,34 +41,34 @@ def served(start: EngineFactory) -> Served:
     return serve_all_methods(start)
 
 
+@both
 @pytest.mark.parametrize("index", range(len(METHODS)), ids=METHODS)
-def test_full_attention_drops_as_the_oracle_and_sliding_layers_drop_nothing(
-    index: int, served: Served, gemma: Path
+def test_full_attention_drops_as_the_reference_and_sinks_count(
+    index: int, served: Served, random_model: Path, full_attention: list[int]
 ) -> None:
-    check_method(index, served, gemma, full_attention=[2, 5])
+    check_method(index, served, random_model, full_attention)
 
 
+@both
+@pytest.mark.usefixtures("full_attention")
 def test_nothing_dropped_is_stock(start: EngineFactory) -> None:
     check_nothing_dropped_is_stock(start)
 
 
 def blocks_by_group(engine: Engine, prompt: list[int], **settings: Any) -> list[list[int]]:
     """Blocks that a request holds of every group after each step, freed ones aside."""
-    held, schedule = [], Scheduler.schedule
+    managers = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
 
-    def record(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
-        output = schedule(scheduler, *args, **kwargs)
-        managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    def count(_: Any) -> list[int]:
         tables = [[b for t in m.req_to_blocks.values() for b in t] for m in managers]
-        held.append([sum(not block.is_null for block in table) for table in tables])
-        return output
+        return [sum(not block.is_null for block in table) for table in tables]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "schedule", record)
-        engine.outputs([prompt], 80, [settings])
-    return held
+    held = engine.record_steps(count)
+    engine.outputs([prompt], 80, [settings])
+    return [*held]
 
 
+@windows
 def test_blocks_of_full_attention_are_freed_and_those_of_windows_are_as_in_stock(
     start: EngineFactory,
 ) -> None:
@@ -90,6 +90,7 @@ def test_blocks_of_full_attention_are_freed_and_those_of_windows_are_as_in_stock
     assert num_freed == 10
 
 
+@windows
 def test_the_same_request_again_hits_before_its_cut(start: EngineFactory) -> None:
     prompts = random_prompts([500, 420])
     with start(EVICTION, 60) as engine:
@@ -104,6 +105,7 @@ def test_the_same_request_again_hits_before_its_cut(start: EngineFactory) -> Non
     assert [hit // BLOCK_SIZE for hit in hits] == [0, 0, *stock, *most, *most]
 
 
+@windows
 def test_tokens_generated_after_dropping_are_found_by_nobody(start: EngineFactory) -> None:
     """Sliding layers' entries of an answer depend on what the full-attention layers dropped."""
     prompt, *rest = random_prompts([500, 50, 60])

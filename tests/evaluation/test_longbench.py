@@ -2,9 +2,6 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from lm_eval.utils import apply_template
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, PreTrainedTokenizerBase
 
+from tests.own_process import python
 from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.metrics import METRICS
 from vllm_kvselect.evaluation.settings import EvaluationConfig
@@ -231,14 +229,7 @@ def test_without_the_hub_the_folder_is_asked_for(tmp_path: Path) -> None:
         "from vllm_kvselect.evaluation.suites.longbench_files import read_rows, read_task\n"
         "read_rows(read_task('lcc'), '', 1)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    result = python("-c", code, fails=True, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
     assert "EvaluationError: cannot load Xnhyacinth/LongBench (lcc) from the hub" in result.stderr
     assert "data.zip of the dataset THUDM/LongBench" in result.stderr
     assert "add --data FOLDER" in result.stderr

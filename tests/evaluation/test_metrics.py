@@ -166,8 +166,7 @@ def test_a_secret_is_kept_while_it_is_absent() -> None:
 
 @some
 @given(
-    prediction=texts,
-    references=st.lists(texts | st.sampled_from(LABELS), min_size=1, max_size=3),
+    prediction=texts, references=st.lists(texts | st.sampled_from(LABELS), min_size=1, max_size=3)
 )
 def test_scores_are_between_nought_and_one(prediction: str, references: list[str]) -> None:
     for name, metric in METRICS.items():

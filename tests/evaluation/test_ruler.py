@@ -16,7 +16,7 @@ from vllm_kvselect.evaluation.examples import Example
 from vllm_kvselect.evaluation.settings import EvaluationConfig
 from vllm_kvselect.evaluation.suites.ruler import ruler
 from vllm_kvselect.evaluation.suites.ruler_generator import Generator
-from vllm_kvselect.evaluation.suites.ruler_package import PACKAGE, Task, ruler_tasks
+from vllm_kvselect.evaluation.suites.ruler_package import PACKAGE, Task
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.tiny_model import tiny_model
 
@@ -25,11 +25,6 @@ TASKS = (
     "niah_multikey_3", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2",
 )  # fmt: skip
 NUM_EXAMPLES = 2
-
-
-@pytest.fixture(scope="module")
-def known() -> dict[str, Task]:
-    return ruler_tasks()
 
 
 def config(**values: Any) -> EvaluationConfig:

@@ -8,27 +8,16 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from vllm_kvselect.evaluation.settings import EvaluationConfig
+from tests.evaluation.test_ruler import config
 from vllm_kvselect.evaluation.suites.ruler import _Suite, ruler
 from vllm_kvselect.evaluation.suites.ruler_generator import Generator, Prompt
-from vllm_kvselect.evaluation.suites.ruler_package import Task, ruler_tasks
+from vllm_kvselect.evaluation.suites.ruler_package import Task
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.tiny_model import tiny_model
 
 QUESTION = "\nQuestion: which?"
 NUM_TOKENS = 5
 """Of the question."""
-
-
-@pytest.fixture(scope="module")
-def known() -> dict[str, Task]:
-    return ruler_tasks()
-
-
-def config(**values: Any) -> EvaluationConfig:
-    return EvaluationConfig.parse(
-        {"suite": "ruler", "methods": ("snapkv",), "num_examples": 2} | values
-    )
 
 
 @pytest.fixture

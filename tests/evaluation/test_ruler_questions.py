@@ -1,15 +1,8 @@
 """Questions about RULER's texts."""
 
-import pytest
-
 from vllm_kvselect.evaluation.suites.ruler_generator import Prompt
-from vllm_kvselect.evaluation.suites.ruler_package import Task, ruler_tasks
+from vllm_kvselect.evaluation.suites.ruler_package import Task
 from vllm_kvselect.evaluation.suites.ruler_questions import questions, right_answer
-
-
-@pytest.fixture(scope="module")
-def known() -> dict[str, Task]:
-    return ruler_tasks()
 
 
 def test_keys_with_two_values_are_not_asked_for(known: dict[str, Task]) -> None:

@@ -1,15 +1,14 @@
 """What is built is found, by whoever can use it; what cannot be built is said."""
 
-import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.own_process import python
 from vllm_kvselect.kernels import build
 from vllm_kvselect.kernels.build import KernelError
 
@@ -31,14 +30,7 @@ def library() -> Path:
 
 def use(folder: Path, **environment: str) -> str:
     """Loads the kernels in a process of its own, runs one, and returns which library it loaded."""
-    result = subprocess.run(
-        [sys.executable, "-c", USE],
-        env={**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), **environment},
-        timeout=300,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
+    result = python("-c", USE, TORCH_EXTENSIONS_DIR=str(folder), **environment)
     library, mask = result.stdout.splitlines()
     assert mask == "[[False, True, True]]"
     return library

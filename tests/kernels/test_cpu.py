@@ -49,12 +49,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     data=st.data(),
 )
 def test_keys_that_repeat_others(
-    shape: Shape,
-    seed: int,
-    dtype: torch.dtype,
-    repeats: bool,
-    is_uneven: bool,
-    data: st.DataObject,
+    shape: Shape, seed: int, dtype: torch.dtype, repeats: bool, is_uneven: bool, data: st.DataObject
 ) -> None:
     layer = random_layer(shape, seed, dtype)
     if repeats:

@@ -141,12 +141,7 @@ def test_windows_of_one_query_and_of_more_than_a_tile(backend: Backend, window: 
     torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=0)
 
 
-@drawn(
-    shape=shapes(max_tokens=100),
-    seed=seeds,
-    kind=ROTATIONS,
-    first_position=st.integers(0, 600),
-)
+@drawn(shape=shapes(max_tokens=100), seed=seeds, kind=ROTATIONS, first_position=st.integers(0, 600))
 def test_probed_scores(
     backend: Backend, shape: Shape, seed: int, dtype: torch.dtype, kind: str, first_position: int
 ) -> None:

@@ -62,13 +62,7 @@ def body_of(request: Request) -> dict[str, Any]:
     xargs = request.sampling["extra_args"]
     settings = {"vllm_xargs": xargs} if xargs else {}
     prompt = list(request.prompt)
-    return {
-        "model": MODEL_NAME,
-        "prompt": prompt,
-        "return_token_ids": True,
-        **sampling,
-        **settings,
-    }
+    return {"model": MODEL_NAME, "prompt": prompt, "return_token_ids": True, **sampling, **settings}
 
 
 class Clients:

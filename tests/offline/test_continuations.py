@@ -1,5 +1,6 @@
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,123 +20,84 @@ HYBRIDS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
+class Case(NamedTuple):
+    """A prompt in a model, and what follows it in each of some rows.
+
+    Attributes:
+        model: The model.
+        layers: What was captured of it.
+        prompt: The prompt.
+        retained: Different entries for every row, layer and head; the first row keeps all, the
+            second none.
+        following: Different tokens for every row.
+        expected: Logits of each row alone, by transformers' own cache and a mask.
+    """
+
+    model: PreTrainedModel
+    layers: list[Layer]
+    prompt: list[int]
+    retained: torch.Tensor
+    following: torch.Tensor
+    expected: torch.Tensor
+
+    def begin(self) -> Continuations:
+        """All rows, before anything follows."""
+        return Continuations(self.model, self.layers, self.prompt, self.retained)
+
+
 @pytest.fixture(scope="module", params=["llama", *HYBRIDS])
-def model(
-    request: pytest.FixtureRequest, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> PreTrainedModel:
-    if request.param == "llama":
-        return llama
-    torch.manual_seed(0)
-    hybrid = HYBRIDS[request.param]().eval()
-    hybrid.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    return hybrid
-
-
-@pytest.fixture(scope="module")
-def layers(model: PreTrainedModel, token_ids: list[int]) -> list[Layer]:
-    return capture(model, token_ids)
-
-
-@pytest.fixture(scope="module")
-def prompt(token_ids: list[int]) -> list[int]:
-    return token_ids[:NUM_PROMPT_TOKENS]
-
-
-@pytest.fixture(scope="module")
-def retained(layers: list[Layer]) -> torch.Tensor:
-    """Different entries for every row, layer and head; the first row keeps all, the second none."""
+def case(
+    request: pytest.FixtureRequest,
+    llama: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    token_ids: list[int],
+) -> Case:
+    model = llama
+    if request.param != "llama":
+        torch.manual_seed(0)
+        model = HYBRIDS[request.param]().eval()
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    layers, prompt = capture(model, token_ids), token_ids[:NUM_PROMPT_TOKENS]
     shape = (NUM_ROWS, len(layers), len(layers[0].key), NUM_PROMPT_TOKENS)
-    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.4
-    drawn[0], drawn[1] = True, False
-    return drawn
-
-
-@pytest.fixture(scope="module")
-def following(token_ids: list[int]) -> torch.Tensor:
-    """Different tokens for every row."""
+    retained = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.4
+    retained[0], retained[1] = True, False
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(1, max(token_ids), (NUM_ROWS, 12), generator=generator)
-
-
-@pytest.fixture(scope="module")
-def expected(
-    model: PreTrainedModel,
-    layers: list[Layer],
-    prompt: list[int],
-    retained: torch.Tensor,
-    following: torch.Tensor,
-) -> torch.Tensor:
-    """Each row alone, by transformers' own cache and a mask."""
+    following = torch.randint(1, max(token_ids), (NUM_ROWS, 12), generator=generator)
     rows = zip(following.tolist(), retained, strict=True)
-    return torch.stack([continue_prompt(model, layers, prompt, *row).logits for row in rows])
+    alone = [continue_prompt(model, layers, prompt, *row).logits for row in rows]
+    return Case(model, layers, prompt, retained, following, torch.stack(alone))
 
 
 @pytest.mark.parametrize("chunks", [(12,), (1,) * 12, (5, 1, 6)], ids=str)
-def test_rows_continue_as_each_does_alone(
-    model: PreTrainedModel,
-    layers: list[Layer],
-    prompt: list[int],
-    retained: torch.Tensor,
-    following: torch.Tensor,
-    expected: torch.Tensor,
-    chunks: tuple[int, ...],
-) -> None:
-    continued = Continuations(model, layers, prompt, retained)
-    found = [continued.run(part, part.shape[1]) for part in following.split(chunks, dim=1)]
-    torch.testing.assert_close(torch.cat(found, dim=1), expected, **CLOSE)
+def test_rows_continue_as_each_does_alone(case: Case, chunks: tuple[int, ...]) -> None:
+    continued = case.begin()
+    found = [continued.run(part, part.shape[1]) for part in case.following.split(chunks, dim=1)]
+    torch.testing.assert_close(torch.cat(found, dim=1), case.expected, **CLOSE)
 
 
-def test_nothing_holds_on_to_what_was_continued(
-    model: PreTrainedModel,
-    layers: list[Layer],
-    prompt: list[int],
-    retained: torch.Tensor,
-    following: torch.Tensor,
-) -> None:
-    continued = Continuations(model, layers, prompt, retained)
-    continued.run(following, 1)
+def test_nothing_holds_on_to_what_was_continued(case: Case) -> None:
+    continued = case.begin()
+    continued.run(case.following, 1)
     held = weakref.ref(continued)
     del continued
     assert held() is None
 
 
-def test_only_the_last_logits_are_computed_if_asked(
-    model: PreTrainedModel,
-    layers: list[Layer],
-    prompt: list[int],
-    retained: torch.Tensor,
-    following: torch.Tensor,
-    expected: torch.Tensor,
-) -> None:
-    found = Continuations(model, layers, prompt, retained).run(following, 3)
-    torch.testing.assert_close(found, expected[:, -3:], **CLOSE)
+def test_only_the_last_logits_are_computed_if_asked(case: Case) -> None:
+    found = case.begin().run(case.following, 3)
+    torch.testing.assert_close(found, case.expected[:, -3:], **CLOSE)
 
 
-def test_rewound_rows_go_on_as_if_nothing_had_followed(
-    model: PreTrainedModel,
-    layers: list[Layer],
-    prompt: list[int],
-    retained: torch.Tensor,
-    following: torch.Tensor,
-    expected: torch.Tensor,
-) -> None:
-    continued = Continuations(model, layers, prompt, retained)
+def test_rewound_rows_go_on_as_if_nothing_had_followed(case: Case) -> None:
+    continued, following = case.begin(), case.following
     continued.run(torch.cat((following[:, :5], following[:, :4]), dim=1), 1)
     continued.rewind(5)
-    torch.testing.assert_close(continued.run(following[:, 5:], 7), expected[:, 5:], **CLOSE)
+    torch.testing.assert_close(continued.run(following[:, 5:], 7), case.expected[:, 5:], **CLOSE)
 
 
-def test_rows_that_are_left_keep_their_entries_and_tokens(
-    model: PreTrainedModel,
-    layers: list[Layer],
-    prompt: list[int],
-    retained: torch.Tensor,
-    following: torch.Tensor,
-    expected: torch.Tensor,
-) -> None:
-    continued = Continuations(model, layers, prompt, retained)
-    continued.run(following[:, :5], 1)
-    rows = torch.tensor([3, 1])
+def test_rows_that_are_left_keep_their_entries_and_tokens(case: Case) -> None:
+    continued, rows = case.begin(), torch.tensor([3, 1])
+    continued.run(case.following[:, :5], 1)
     continued.keep(rows)
-    found = continued.run(following[rows, 5:], 7)
-    torch.testing.assert_close(found, expected[rows, 5:], **CLOSE)
+    found = continued.run(case.following[rows, 5:], 7)
+    torch.testing.assert_close(found, case.expected[rows, 5:], **CLOSE)

@@ -84,24 +84,7 @@ def oracle_inputs(index: int, scored: int, config: EvictionConfig) -> oracle.Lay
     )
 
 
-@pytest.mark.parametrize("method", KNOWN_METHODS)
-def test_budget_is_met_to_the_entry(method: str) -> None:
-    retained = retained_entries(make_prompt(), make_config(method, budget=0.3))
-    assert retained.shape == (NUM_LAYERS, NUM_KV_HEADS, NUM_PROMPT_TOKENS)
-    if KNOWN_METHODS[method].pooled:
-        assert retained.sum() == 24 * NUM_KV_HEADS * NUM_LAYERS
-    else:
-        assert retained.sum(dim=(1, 2)).tolist() == [24 * NUM_KV_HEADS] * NUM_LAYERS
-
-
 def test_budget_above_the_prompt_drops_nothing() -> None:
     config = make_config("adakv-perturb", budget=NUM_PROMPT_TOKENS)
     assert retained_entries(make_prompt(), config).all()
     assert tail_entries(make_prompt(), config).all()
-
-
-def test_equal_norms_leave_the_score_alone() -> None:
-    one, two = make_config("snapkv"), make_config("snapkv-perturb")
-    without = retained_entries(make_prompt(), one)
-    assert not torch.equal(retained_entries(make_prompt(), two), without)
-    assert torch.equal(retained_entries(make_prompt(equal_norms=True), two), without)

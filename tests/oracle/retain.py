@@ -68,58 +68,16 @@ def retain(
     first_layer: int = 0,
 ) -> Retained:
     """The choice of a pool of layers; only the tokens that `value` covers compete."""
-    even, num_layers = num_packed * block_size, len(layers)
-    num_heads, num_tokens = len(layers[0].value), len(layers[0].value[0])
-    base = base_of(config.method)
-    scores = [
-        [row[:num_tokens] for row in stage_1_scores(base, layer, scale, config, first_layer + i)]
-        for i, layer in enumerate(layers)
-    ]
+    base, num_tokens = base_of(config.method), len(layers[0].value[0])
+    scores: list[Matrix] = []
     products: list[Matrix] = []
-    one_stage = base == "defensivekv" or base in QUERY_AGNOSTIC
-    if config.method.endswith("-perturb") or base in ("thetakv", "defensivekv"):
-        for i, layer in enumerate(layers):
-            weights = stage_2_scores(base, layer, scale, config, first_layer + i)
-            weights = [row[:num_tokens] for row in weights]
-            products.append(multiplied(base, scores[i], weights, layer, even, config))
-    by_products = base == "thetakv" or one_stage
-    scores, products = (
-        [first_tokens_first(layer, config.num_first) for layer in each]
-        for each in (scores, products)
-    )
-    ranking = products if products and by_products else scores
-    least = ceil(config.num_first / block_size)
-
-    if "pyramidkv" in base:
-        shape = (num_packed, num_layers, num_tokens // block_size)
-        blocks = pyramid_blocks(*shape, config.beta, max(1, least))
-    if base == "pyramidkv":
-        pages = [count for count in blocks for _ in range(num_heads)]
-    elif base == "ada-pyramidkv":
-        pages = []
-        for layer_ranking, count in zip(ranking, blocks, strict=True):
-            raised = first_pages_first(layer_ranking, min(least, count) * block_size)
-            pages += adaptive_pages(raised, count, block_size, config.safeguard, config.floor)
-    else:
-        of_first = min(least, num_packed) * block_size
-        heads = first_pages_first(list(chain.from_iterable(ranking)), of_first)
-        is_ada = base in QUERY_AGNOSTIC and config.method.startswith("ada-")
-        if base in ("adakv", "thetakv") or is_ada:
-            pages = adaptive_pages(heads, num_packed, block_size, config.safeguard, config.floor)
-        elif base == "defensivekv" or config.method.startswith("layer-"):
-            pages = adaptive_pages(heads, num_packed, block_size, safeguard=0.0)
-        else:
-            pages = [num_packed] * len(heads)
-
-    budgets = [block_size * count for count in pages]
-    flat_scores = list(chain.from_iterable(scores))
-    if not products:
-        return Retained(select(flat_scores, budgets), pages)
-    flat_products = list(chain.from_iterable(products))
-    if one_stage:
-        return Retained(select(flat_products, budgets), pages)
-    stages = (budgets, config.alpha, config.num_first)
-    return Retained(select_two_stages(flat_scores, flat_products, *stages), pages)
+    for index, layer in enumerate(layers, first_layer):
+        of_layer = base, layer, scale, config, index
+        scores.append([row[:num_tokens] for row in stage_1_scores(*of_layer)])
+        if has_products(base, config):
+            weights, even = stage_2_scores(*of_layer), num_packed * block_size
+            products.append(multiplied(base, scores[-1], weights, layer, even, config))
+    return chosen(base, scores, products, num_packed, block_size, config, config.floor)
 
 
 def retain_uneven(
@@ -137,46 +95,80 @@ def retain_uneven(
     at `num_tokens`; where a head has none, it scores minus infinity.
     """
     base = base_of(config.method)
-    scores: list[list[float]] = []
-    products: list[list[float]] = []
-    for i, heads in enumerate(layers, first_layer):
+    scores: list[Matrix] = []
+    products: list[Matrix] = []
+    for index, heads in enumerate(layers, first_layer):
         rows, multiples = [], []
         for place, head in enumerate(heads):
             competing = len(head.value[0])
-            row, weights = (
-                of(base, head, scale, config, i)[0][:competing]
-                for of in (stage_1_scores, stage_2_scores)
-            )
+            nothing = [-inf] * (num_tokens - competing)
+            row = stage_1_scores(base, head, scale, config, index)[0][:competing]
             if base == "random":  # the only rule to which it matters which head it is
-                row = random_scores(config.seed, i, place + 1, competing)[place]
-            rows.append(row)
-            (norms,) = value_norms(head.value, head.output_projection)
-            multiples.append([(weight, norm) for weight, norm in zip(weights, norms, strict=True)])
-        for row, pairs in zip(rows, multiples, strict=True):
-            nothing = [-inf] * (num_tokens - len(row))
-            scores.append(nothing + list(row))
-            if base == "thetakv":
-                lam, n = config.lam, len(pairs)
-                of_head = [(w + lam / n) / (1 + lam) * norm for w, norm in pairs]
-            else:
-                of_head = [(w + config.eps) * norm for w, norm in pairs]
-            products.append(nothing + of_head)
-    has_products = config.method.endswith("-perturb") or base == "thetakv"
-    scores, products = (first_tokens_first(each, config.num_first) for each in (scores, products))
-    ranking = products if base == "thetakv" else scores
-    least = min(ceil(config.num_first / block_size), num_packed)
-    raised = first_pages_first(ranking, least * block_size)
-    if base in ("adakv", "thetakv") or config.method.startswith("ada-"):
-        pages = adaptive_pages(raised, num_packed, block_size, config.safeguard, "minimum")
-    elif config.method.startswith("layer-"):
-        pages = adaptive_pages(raised, num_packed, block_size, 0.0, "minimum")
+                row = random_scores(config.seed, index, place + 1, competing)[place]
+            rows.append([*nothing, *row])
+            if has_products(base, config):
+                weights = stage_2_scores(base, head, scale, config, index)
+                (multiple,) = multiplied(base, [row], weights, head, 0, config)
+                multiples.append([*nothing, *multiple])
+        scores.append(rows)
+        products += [multiples] if multiples else []
+    return chosen(base, scores, products, num_packed, block_size, config, "minimum")
+
+
+def has_products(base: str, config: EvictionConfig) -> bool:
+    """Whether norms of values have a part in the choice."""
+    return config.method.endswith("-perturb") or base in ("thetakv", "defensivekv")
+
+
+def chosen(
+    base: str,
+    scores: Sequence[Matrix],
+    products: Sequence[Matrix],
+    num_packed: int,
+    block_size: int,
+    config: EvictionConfig,
+    floor: str,
+) -> Retained:
+    """What is retained of layers, `[layer][head][token]`, by scores, by products, or by both."""
+    num_heads, num_tokens = len(scores[0]), len(scores[0][0])
+    one_stage = base == "defensivekv" or base in QUERY_AGNOSTIC
+    scores, products = (
+        [first_tokens_first(layer, config.num_first) for layer in each]
+        for each in (scores, products)
+    )
+    ranking = products if products and (base == "thetakv" or one_stage) else scores
+    least = ceil(config.num_first / block_size)
+
+    if "pyramidkv" in base:
+        shape = (num_packed, len(scores), num_tokens // block_size)
+        blocks = pyramid_blocks(*shape, config.beta, max(1, least))
+    if base == "pyramidkv":
+        pages = [count for count in blocks for _ in range(num_heads)]
+    elif base == "ada-pyramidkv":
+        pages = []
+        for layer_ranking, count in zip(ranking, blocks, strict=True):
+            raised = first_pages_first(layer_ranking, min(least, count) * block_size)
+            pages += adaptive_pages(raised, count, block_size, config.safeguard, floor)
     else:
-        pages = [num_packed] * len(ranking)
+        of_first = min(least, num_packed) * block_size
+        heads = first_pages_first(list(chain.from_iterable(ranking)), of_first)
+        is_ada = base in QUERY_AGNOSTIC and config.method.startswith("ada-")
+        if base in ("adakv", "thetakv") or is_ada:
+            pages = adaptive_pages(heads, num_packed, block_size, config.safeguard, floor)
+        elif base == "defensivekv" or config.method.startswith("layer-"):
+            pages = adaptive_pages(heads, num_packed, block_size, safeguard=0.0)
+        else:
+            pages = [num_packed] * len(heads)
+
     budgets = [block_size * count for count in pages]
-    if has_products:
-        stages = (budgets, config.alpha, config.num_first)
-        return Retained(select_two_stages(scores, products, *stages), pages)
-    return Retained(select(ranking, budgets), pages)
+    flat_scores = list(chain.from_iterable(scores))
+    if not products:
+        return Retained(select(flat_scores, budgets), pages)
+    flat_products = list(chain.from_iterable(products))
+    if one_stage:
+        return Retained(select(flat_products, budgets), pages)
+    stages = (budgets, config.alpha, config.num_first)
+    return Retained(select_two_stages(flat_scores, flat_products, *stages), pages)
 
 
 def base_of(method: str) -> str:

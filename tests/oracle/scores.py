@@ -187,11 +187,7 @@ def expected_attention(
 
 
 def expected_attention_scores(
-    attention: Matrix,
-    value: Cube,
-    window: int,
-    eps: float,
-    times_length: bool = True,
+    attention: Matrix, value: Cube, window: int, eps: float, times_length: bool = True
 ) -> list[list[float]]:
     """That attention and eps, times the length of the value."""
     scores = []
@@ -203,11 +199,7 @@ def expected_attention_scores(
 
 
 def probe_scores(
-    key: Cube,
-    value: Cube,
-    probe: Matrix,
-    frequencies: Vector,
-    window: int,
+    key: Cube, value: Cube, probe: Matrix, frequencies: Vector, window: int
 ) -> list[list[float]]:
     """What a linear map says of each token.
 

@@ -2,8 +2,6 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from papers.settings import ANALYSIS_NAMES, DEFAULTS, AnalysisName
 from typer.testing import CliRunner, Result
 
 from tests.offline.conftest import NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS
+from tests.own_process import python
 from vllm_kvselect.config import ConfigError
 from vllm_kvselect.offline.errors import EvaluationError
 
@@ -181,8 +180,7 @@ def test_a_refused_value_is_told_in_one_line(options: tuple[str, str], named: st
 
 
 def test_the_script_tells_it_on_stderr() -> None:
-    command = [sys.executable, "benchmarks/analyze.py", "bound", "--set", "speed=1"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = python("benchmarks/analyze.py", "bound", "--set", "speed=1", cwd=ROOT, fails=True)
     assert result.returncode == 1
     assert result.stdout == ""
     assert result.stderr.startswith("error: unknown key 'speed'")

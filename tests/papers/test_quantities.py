@@ -113,30 +113,6 @@ def test_quantities_equal_the_papers_equations(drawn: tuple[Layer, torch.Tensor]
             )
 
 
-@few
-@given(layers())
-def test_perturbation_never_exceeds_theta(drawn: tuple[Layer, torch.Tensor]) -> None:
-    layer, retained = drawn
-    weights = following_attention(layer, retained.shape[1])
-    kept = retained_attention(weights, retained)
-    actual = distance(head_outputs(layer, weights), head_outputs(layer, kept))
-    bound = theta(weights, kept, projected_norms(layer, torch.float64))
-    assert (actual <= bound * (1 + 1e-9) + 1e-12).all()
-
-
-@few
-@given(layers())
-def test_nothing_dropped_moves_nothing(drawn: tuple[Layer, torch.Tensor]) -> None:
-    layer, retained = drawn
-    weights = following_attention(layer, retained.shape[1])
-    kept = retained_attention(weights, torch.ones_like(retained))
-    full, dropped = head_outputs(layer, weights), head_outputs(layer, kept)
-    for metric in ("l1", "l2", "cosine"):
-        assert distance(full, dropped, metric).abs().max() < 1e-12
-    bound = theta(weights, kept, projected_norms(layer, torch.float64))
-    torch.testing.assert_close(bound, torch.zeros_like(bound), rtol=0, atol=1e-12)
-
-
 def test_inputs_are_left_as_they_were() -> None:
     weights = torch.full((2, 1, 4), 0.25)
     retained_attention(weights, torch.zeros(1, 3, dtype=torch.bool))

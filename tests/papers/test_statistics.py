@@ -1,10 +1,5 @@
 import torch
-from papers.statistics import (
-    interval_text,
-    rounded,
-    share_interval,
-    share_lower,
-)
+from papers.statistics import interval_text, rounded, share_interval, share_lower
 
 
 def test_share_counts_heads_of_the_mean_over_texts() -> None:

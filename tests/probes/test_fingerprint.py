@@ -19,19 +19,12 @@ def test_a_copy_has_the_same_in_one_file_or_many(
     assert fingerprint(str(tmp_path)) == fingerprint(str(llama_folder))
 
 
-def test_other_weights_have_another(
-    llama: PreTrainedModel, llama_folder: Path, tmp_path: Path
+@pytest.mark.parametrize(("dtype", "added"), [(torch.float32, 1e-3), (torch.bfloat16, 0.0)])
+def test_other_weights_and_other_data_types_have_another(
+    dtype: torch.dtype, added: float, llama: PreTrainedModel, llama_folder: Path, tmp_path: Path
 ) -> None:
-    weights = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
-    weights["model.layers.0.self_attn.k_proj.weight"][0, 0] += 1e-3
-    llama.save_pretrained(tmp_path, state_dict=weights)
-    assert fingerprint(str(tmp_path)) != fingerprint(str(llama_folder))
-
-
-def test_other_data_types_have_another(
-    llama: PreTrainedModel, llama_folder: Path, tmp_path: Path
-) -> None:
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in llama.state_dict().items()}
+    weights = {name: tensor.to(dtype, copy=True) for name, tensor in llama.state_dict().items()}
+    weights["model.layers.0.self_attn.k_proj.weight"][0, 0] += added
     llama.save_pretrained(tmp_path, state_dict=weights)
     assert fingerprint(str(tmp_path)) != fingerprint(str(llama_folder))
 
@@ -58,9 +51,6 @@ def test_a_model_of_the_hub_is_read_where_it_was_downloaded_to(
 def test_a_model_that_is_not_here_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{name} has no \.safetensors files on this machine"):
         fingerprint(name, download_dir=tmp_path)
-
-
-def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ConfigError, match=r"has no \.safetensors files"):
         fingerprint(str(tmp_path))

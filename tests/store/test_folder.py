@@ -97,10 +97,7 @@ def test_ranks_of_a_context_go_together(tmp_path: Path) -> None:
             used = 1000 + 10 * rank + number
             os.utime(folder.path / place_of(number, rank, 2).file, (used, used))
     folder.write(context(2, 0, 2))
-    assert {entry.place.name for entry in folder.entries()} == {
-        place_of(1).name,
-        place_of(2).name,
-    }
+    assert {entry.place.name for entry in folder.entries()} == {place_of(1).name, place_of(2).name}
 
 
 def test_a_thousand_contexts_go_through_a_bound_of_a_hundred(tmp_path: Path) -> None:
