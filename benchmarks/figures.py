@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 STOCK, PLUGIN, OTHER = "#8a8f98", "#3f6fb5", "#c98a3b"
 TASKS = ("number", "one of eight", "prose", "code", "niah_single_1", "niah_single_2")
+METHODS = {"layer-probe": PLUGIN, "layer-defensivekv": OTHER}
 
 
 def main() -> None:
@@ -20,6 +21,12 @@ def main() -> None:
     _memory(memory, card)
     _quality(quality, pd.read_csv(DOCS / "data/sixteenth-methods.csv", comment="#"))
     figure.savefig(DOCS / "figures/overview.png", dpi=110)
+    figure = Figure(figsize=(8, 3.1), layout="constrained")
+    scores = pd.read_csv(DOCS / "data/ruler-4096.csv", comment="#")
+    models = scores.groupby("model", sort=False)
+    for panel, (model, rows) in zip(figure.subplots(1, len(models)), models, strict=True):
+        _ruler(panel, f"RULER, 4,096 tokens, {model}", rows)
+    figure.savefig(DOCS / "figures/ruler.png", dpi=110)
 
 
 def _throughput(panel: Axes, card: pd.DataFrame) -> None:
@@ -51,15 +58,25 @@ def _quality(panel: Axes, rows: pd.DataFrame) -> None:
     rows = rows[(rows["length"] == 4096) & (rows["scenario"] == "regular")]
     rows = rows[rows["task"].isin(TASKS)]
     full = rows[rows["method"] == "none"].set_index("task")["likeliest"]
-    names = {"layer-probe": PLUGIN, "layer-defensivekv": OTHER, "random": STOCK}
-    for name, color in names.items():
-        own = rows[rows["method"] == name]
-        share = (100 * own["likeliest"] / own["task"].map(full)).groupby(own["budget"]).mean()
-        kept = [f"1/{1 / budget:.0f}" for budget in share.index]
-        panel.plot(kept, share, "o-", color=color, label=name)
+    rows = rows.assign(share=rows["likeliest"] / rows["task"].map(full))
+    means = rows.groupby(["method", "budget"])["share"].mean()
+    _by_budget(panel, "answers of a small model, 4,096 tokens", means, {"random": STOCK})
+
+
+def _ruler(panel: Axes, title: str, rows: pd.DataFrame) -> None:
+    """Tasks weigh the same, whatever the full cache scores in them."""
+    by_task = rows.fillna({"budget": 1}).groupby(["method", "budget", "task"])["score"].mean()
+    means = by_task.groupby(["method", "budget"]).mean()
+    _by_budget(panel, title, means / means["none", 1], {"adakv-perturb": STOCK})
+
+
+def _by_budget(panel: Axes, title: str, shares: pd.Series, others: dict[str, str]) -> None:
+    """A line a method; shares of the full cache's score are indexed by method and budget."""
+    for name, color in (METHODS | others).items():
+        kept = [f"1/{1 / budget:.0f}" for budget in shares[name].index]
+        panel.plot(kept, 100 * shares[name], "o-", color=color, label=name)
     panel.set_ylim(0, 105)
     panel.legend(fontsize=7)
-    title = "answers of a small model, 4,096 tokens"
     _label(panel, title, "entries kept", "of the full cache's, %")
 
 
