@@ -1,10 +1,13 @@
-"""The pictures of the documentation that are made from docs/data: `make figures`."""
+"""The documentation's pictures from docs/data, and RULER's shares: `make figures`."""
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from vllm_kvselect.offline.intervals import interval
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 STOCK, PLUGIN, OTHER = "#8a8f98", "#3f6fb5", "#c98a3b"
@@ -25,7 +28,10 @@ def main() -> None:
     scores = pd.read_csv(DOCS / "data/ruler-4096.csv", comment="#")
     models = scores.groupby("model", sort=False)
     for panel, (model, rows) in zip(figure.subplots(1, len(models)), models, strict=True):
-        _ruler(panel, f"RULER, 4,096 tokens, {model}", rows)
+        shares = _shares(rows)
+        print(model, (100 * shares).round(1), sep="\n")
+        title, others = f"RULER, 4,096 tokens, {model}", {"adakv-perturb": STOCK}
+        _by_budget(panel, title, shares["score"], others)
     figure.savefig(DOCS / "figures/ruler.png", dpi=110)
 
 
@@ -63,11 +69,34 @@ def _quality(panel: Axes, rows: pd.DataFrame) -> None:
     _by_budget(panel, "answers of a small model, 4,096 tokens", means, {"random": STOCK})
 
 
-def _ruler(panel: Axes, title: str, rows: pd.DataFrame) -> None:
-    """Tasks weigh the same, whatever the full cache scores in them."""
-    by_task = rows.fillna({"budget": 1}).groupby(["method", "budget", "task"])["score"].mean()
-    means = by_task.groupby(["method", "budget"]).mean()
-    _by_budget(panel, title, means / means["none", 1], {"adakv-perturb": STOCK})
+def _shares(rows: pd.DataFrame) -> pd.DataFrame:
+    """Score and likeliest tokens by method and budget, as shares of the full cache's."""
+    found, index, columns = rows.fillna({"budget": 1}), ["task", "text"], ["method", "budget"]
+    tables = [
+        found.pivot(index=index, columns=columns, values=name).dropna()
+        for name in ("score", "likeliest")
+    ]
+    settings = tables[0].columns.drop([("none", 1)])
+    lines = [[part for table in tables for part in _share(table, each)] for each in settings]
+    names = ["score", "from", "to", "likeliest", "from", "to"]
+    return pd.DataFrame(lines, settings, names).sort_index()
+
+
+def _share(table: pd.DataFrame, setting: tuple[str, float]) -> tuple[float, float, float]:
+    """A mean as a share of the full cache's, and its paired interval; without one, NaN.
+
+    Tasks weigh the same, whatever the full cache reaches in them.
+    """
+    pairs = table[[setting, ("none", 1)]].groupby("task")
+    tasks = [part.to_numpy() for _, part in pairs]
+
+    def share(*picks: np.ndarray) -> float:
+        parts = [task[pick].mean(axis=0) for task, pick in zip(tasks, picks, strict=True)]
+        own, full = np.mean(parts, axis=0)
+        return float(own / full)
+
+    texts = [np.arange(len(task)) for task in tasks]
+    return share(*texts), *(interval(texts, share) or (np.nan, np.nan))
 
 
 def _by_budget(panel: Axes, title: str, shares: pd.Series, others: dict[str, str]) -> None:

@@ -56,6 +56,11 @@ class StepNotice(KVConnectorMetadata):
     loads: dict[int, Load] = field(default_factory=dict)
     dropped: list[int] = field(default_factory=list)
 
+    @property
+    def says_something(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self.swaps or self.found or self.stores or self.loads or self.dropped)
+
     def add_to(self, scheduled: SchedulerOutput) -> None:
         """Sends the notice along with a step's message."""
         scheduled.kv_connector_metadata = self

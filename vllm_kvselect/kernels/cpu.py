@@ -15,12 +15,12 @@ Sums are float32 in tiers 1 and 2.
 import math
 from collections.abc import Sequence
 from functools import cache, partial, wraps
-from typing import Any
+from typing import cast
 
 import torch
 
 from vllm_kvselect.config import EvictionConfig
-from vllm_kvselect.kernels.base import Kernels
+from vllm_kvselect.kernels.base import Function, Kernels
 from vllm_kvselect.kernels.build import load_library
 from vllm_kvselect.kernels.tiers import STORED, multiplied_dtype
 from vllm_kvselect.paging import compaction
@@ -230,14 +230,14 @@ def _call(operator: str, *arguments: object) -> torch.Tensor:
     return result
 
 
-def _operator(reference: Any) -> Any:
-    """The operator of a reference's name, which takes what the reference takes."""
+def _operator(reference: Function) -> Function:
+    """The operator of a reference's name, which takes what the reference takes, by position."""
 
     @wraps(reference)
-    def twin(*arguments: object) -> Any:
+    def twin(*arguments: object) -> torch.Tensor:
         return _call(reference.__name__, *arguments)
 
-    return twin
+    return cast("Function", twin)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

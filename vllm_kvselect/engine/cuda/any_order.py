@@ -26,10 +26,22 @@ SHARED = (
 )
 """Entries of sequences whose schedules are compared."""
 
-_NOT_USED = (
-    "k_new", "v_new", "q_v", "cu_seqlens_k", "cu_seqlens_k_new", "kv_batch_idx", "leftpad_k",
-    "rotary_cos", "rotary_sin", "seqlens_rotary", "pack_gqa", "cp_tot_seqused_k",
-)  # fmt: skip
+_NOT_USED = dict.fromkeys(
+    (
+        "k_new",
+        "v_new",
+        "q_v",
+        "cu_seqlens_k",
+        "cu_seqlens_k_new",
+        "kv_batch_idx",
+        "leftpad_k",
+        "rotary_cos",
+        "rotary_sin",
+        "seqlens_rotary",
+        "pack_gqa",
+        "cp_tot_seqused_k",
+    )
+)
 _CONSTANT = {
     "window_size_left": -1,
     "window_size_right": -1,
@@ -53,7 +65,7 @@ def attend(given: Mapping[str, Any], sequences: torch.Tensor, num_queries: torch
     """
     own = {_RENAMED.get(name, name): part for name, part in given.items() if name != "fa_version"}
     own |= {"cu_seqlens_q": sequences, "seqused_q": num_queries}
-    torch.ops._vllm_fa3_C.fwd(**{**dict.fromkeys(_NOT_USED), **_CONSTANT, **own})
+    torch.ops._vllm_fa3_C.fwd(**{**_NOT_USED, **_CONSTANT, **own})
 
 
 class Trial(NamedTuple):

@@ -130,7 +130,7 @@ class CutScheduler(Scheduler):
         notice.swaps = {name: swap for name, swap in swaps.items() if name in runs}
         notice.found = {name: manager.found[name] for name in begun if name in manager.found}
         notice.stores = self._stores(begun)
-        if notice != StepNotice():
+        if notice.says_something:
             notice.add_to(scheduled)
         return scheduled
 
