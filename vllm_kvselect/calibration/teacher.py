@@ -12,6 +12,7 @@ from vllm_kvselect.offline.kvzip import kvzip_scores
 from vllm_kvselect.offline.rotations import UnknownRotation
 from vllm_kvselect.scoring.inputs import ScoringInputs
 from vllm_kvselect.scoring.probe import probe_features
+from vllm_kvselect.scoring.value_norms import projected_value_norms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,8 +26,13 @@ def samples(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Features and targets of a text, layer by layer.
 
+    The target is the geometric mean of KVzip's score and of that score times the norm of the
+    projected value, an entry's part of the bound on what the output changes by (arXiv 2502.03805,
+    Theorem 2). Without norms, layers whose values add much come short, and with them the words of a
+    list cannot be counted. With norms alone, others do, and prose is repeated less well.
+
     Yields:
-        Features `[num_kv_heads, num_tokens, num_features]` and logarithms of the score to imitate
+        Features `[num_kv_heads, num_tokens, num_features]` and logarithms of the target
         `[num_kv_heads, num_tokens]`.
 
     Raises:
@@ -34,8 +40,14 @@ def samples(
     """
     layers = capture(model, context)
     scores = kvzip_scores(model, tokenizer, layers, context, config.chunk_size)
-    for features, of_layer in zip(features_of(layers), scores, strict=True):
-        yield features, logarithm(of_layer)
+    # Layers are compared with each other: all have norms, or none has.
+    has_norms = all(layer.projection is not None for layer in layers)
+    for layer, features, of_layer in zip(layers, features_of(layers), scores, strict=True):
+        target = logarithm(of_layer)
+        if has_norms:
+            norms = projected_value_norms(layer.value, layer.output_projection)
+            target += logarithm(norms) / 2
+        yield features, target
 
 
 def features_of(layers: list[Layer]) -> Iterator[torch.Tensor]:
@@ -57,5 +69,5 @@ def features_of(layers: list[Layer]) -> Iterator[torch.Tensor]:
 
 
 def logarithm(scores: torch.Tensor) -> torch.Tensor:
-    """The logarithm of KVzip's scores, `[num_kv_heads, num_tokens]`; finite, also of 0."""
+    """The logarithm of scores, of the same shape; finite, also of 0."""
     return scores.clamp(min=torch.finfo(scores.dtype).tiny).log()
