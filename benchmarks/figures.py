@@ -104,7 +104,7 @@ def _by_budget(panel: Axes, title: str, shares: pd.Series, others: dict[str, str
     for name, color in (METHODS | others).items():
         kept = [f"1/{1 / budget:.0f}" for budget in shares[name].index]
         panel.plot(kept, 100 * shares[name], "o-", color=color, label=name)
-    panel.set_ylim(0, 105)
+    panel.set_ylim(0, 110)
     panel.legend(fontsize=7)
     _label(panel, title, "entries kept", "of the full cache's, %")
 

@@ -42,12 +42,10 @@ def samples(
     scores = kvzip_scores(model, tokenizer, layers, context, config.chunk_size)
     # Layers are compared with each other: all have norms, or none has.
     has_norms = all(layer.projection is not None for layer in layers)
-    for layer, features, of_layer in zip(layers, features_of(layers), scores, strict=True):
-        target = logarithm(of_layer)
+    for layer, features, target in zip(layers, features_of(layers), scores, strict=True):
         if has_norms:
-            norms = projected_value_norms(layer.value, layer.output_projection)
-            target += logarithm(norms) / 2
-        yield features, target
+            target *= projected_value_norms(layer.value, layer.output_projection).sqrt()
+        yield features, logarithm(target)
 
 
 def features_of(layers: list[Layer]) -> Iterator[torch.Tensor]:
