@@ -144,7 +144,11 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("backend", ["CPU", "FlashAttention"], indirect=True)
+FLASH_ATTENTION = pytest.param("FlashAttention", marks=pytest.mark.load)
+
+
+# On CUDA model runner V2 serves, with the same stand-ins in `test_runner_v2.py`.
+@pytest.mark.parametrize("backend", ["CPU", FLASH_ATTENTION], indirect=True)
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
 def test_tokens_are_those_without_a_drafter(
     method: str, backend: str, start: EngineFactory, folder: Path, expected: list[Answer]

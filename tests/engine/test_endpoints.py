@@ -116,6 +116,7 @@ def test_a_beam_search_is_stock_vllms_where_prompts_are_cut(
         assert total == pytest.approx(beam.cum_logprob, abs=0.02)
 
 
+@pytest.mark.load  # starts an engine of its own; the endpoints are asked each time
 def test_a_batch_file_loses_no_settings(tmp_path: Path) -> None:
     lines = {
         "plain": {},

@@ -614,8 +614,15 @@ OF_PROBES = {
         )
     )
 }
+BESIDE_WINDOWS = {
+    "servers": settings_of_servers().filter(lambda drawn: drawn.beside and drawn.beside.window)
+}
+BESIDE_STATES = {
+    "servers": settings_of_servers().filter(lambda drawn: drawn.beside and not drawn.beside.window)
+}
 SHY = {
     "a block freed that a page still needs": OF_SMALL_PAGES,
+    "a hit without the state behind it": BESIDE_STATES,
     "a page addressed with a block's stride": OF_SMALL_PAGES,
     "half a state found": of_contexts(0),
     "a state found under other settings": of_contexts(0),
@@ -625,6 +632,7 @@ SHY = {
     "a state found up to a cut that is not made": of_contexts(10),
     "a context given back while it is read": of_contexts(0),
     "offsets of a context end with its first owner": of_contexts(0),
+    "hashes of what was computed from less": BESIDE_WINDOWS,
     "a context's cut left out": of_contexts(0),
     "a state with the numbers of the one before it": OF_PROBES,
 }

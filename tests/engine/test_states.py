@@ -135,12 +135,12 @@ def test_answers_are_cut_behind_contexts_and_states(
 ) -> None:
     settings = {"kv_eviction": method, "kv_eviction_decode_budget": 96}
     settings |= {"kv_eviction_context": 600}
-    prompts = [texts[4][:600] + texts[index][: 40 + index] for index in range(3)]
+    prompts = [texts[4][:600] + texts[index][: 40 + index] for index in range(2)]
     with share_engine(EVICTION, 300, max_num_batched_tokens=300) as engine:
         for own in (settings, {**settings, "kv_eviction_prompt_interval": 0}):
             hits = engine.record_hits()
             answers = [engine.generate([each], 200, [own])[0] for each in prompts]
-            assert hits[1:] == [576, 576]
+            assert hits[1:] == [576]
             assert answers == alone(engine, prompts, own, 200)
 
 

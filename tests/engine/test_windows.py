@@ -3,6 +3,7 @@
 Each of its query heads has a logit of its own in every softmax.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,9 @@ windows = pytest.mark.parametrize(
     "random_model", [pytest.param(random_gemma3, id="windows")], indirect=True
 )
 both = pytest.mark.parametrize(
-    ("random_model", "full_attention"),
-    [(random_gemma3, [2, 5]), (random_gpt_oss, [1, 3])],
-    ids=["windows", "sinks"],
-    indirect=["random_model"],
+    "random_model", [random_gemma3, random_gpt_oss], ids=["windows", "sinks"], indirect=True
 )
+FULL_ATTENTION = {"gemma3_text": [2, 5], "gpt_oss": [1, 3]}
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +43,13 @@ def served(start: EngineFactory) -> Served:
 @both
 @pytest.mark.parametrize("index", range(len(METHODS)), ids=METHODS)
 def test_full_attention_drops_as_the_reference_and_sinks_count(
-    index: int, served: Served, random_model: Path, full_attention: list[int]
+    index: int, served: Served, random_model: Path
 ) -> None:
-    check_method(index, served, random_model, full_attention)
+    config = json.loads((random_model / "config.json").read_text())
+    check_method(index, served, random_model, FULL_ATTENTION[config["model_type"]])
 
 
 @both
-@pytest.mark.usefixtures("full_attention")
 def test_nothing_dropped_is_stock(start: EngineFactory) -> None:
     check_nothing_dropped_is_stock(start)
 
