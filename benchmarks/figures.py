@@ -29,7 +29,7 @@ def main() -> None:
     models = scores.groupby("model", sort=False)
     for panel, (model, rows) in zip(figure.subplots(1, len(models)), models, strict=True):
         shares = _shares(rows)
-        print(model, (100 * shares).round(1), sep="\n")
+        print(model, (100 * shares).round(1).to_string(), sep="\n")
         title, others = f"RULER, 4,096 tokens, {model}", {"adakv-perturb": STOCK}
         _by_budget(panel, title, shares["score"], others)
     figure.savefig(DOCS / "figures/ruler.png", dpi=110)
