@@ -73,8 +73,7 @@ def _shares(rows: pd.DataFrame) -> pd.DataFrame:
     """Score and likeliest tokens by method and budget, as shares of the full cache's."""
     found, index, columns = rows.fillna({"budget": 1}), ["task", "text"], ["method", "budget"]
     tables = [
-        found.pivot(index=index, columns=columns, values=name).dropna()
-        for name in ("score", "likeliest")
+        found.pivot(index=index, columns=columns, values=name) for name in ("score", "likeliest")
     ]
     settings = tables[0].columns.drop([("none", 1)])
     lines = [[part for table in tables for part in _share(table, each)] for each in settings]
@@ -83,11 +82,11 @@ def _shares(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _share(table: pd.DataFrame, setting: tuple[str, float]) -> tuple[float, float, float]:
-    """A mean as a share of the full cache's, and its paired interval; without one, NaN.
+    """A mean as a share of the full cache's of the same texts, and its interval; without one, NaN.
 
     Tasks weigh the same, whatever the full cache reaches in them.
     """
-    pairs = table[[setting, ("none", 1)]].groupby("task")
+    pairs = table[[setting, ("none", 1)]].dropna().groupby("task")
     tasks = [part.to_numpy() for _, part in pairs]
 
     def share(*picks: np.ndarray) -> float:
