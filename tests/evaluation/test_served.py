@@ -55,8 +55,8 @@ def parse(**values: Any) -> EvaluationConfig:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     """The small model as an evaluation serves it, with a window of its own."""
-    config = parse(suite="given-answers", out=tmp_path_factory.mktemp("server"))
-    with endpoint(config, Needs(MAX_MODEL_LEN, 12 * MAX_MODEL_LEN)) as found:
+    config = parse(out=tmp_path_factory.mktemp("server"))
+    with endpoint(config, Needs(MAX_MODEL_LEN, 12 * MAX_MODEL_LEN, reads_along=True)) as found:
         yield found
 
 

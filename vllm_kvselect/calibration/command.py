@@ -14,7 +14,7 @@ from vllm_kvselect.offline.parsing import with_options
 def calibrate(
     values: dict[str, Any],
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fit 2,000 tokens, tune nothing: a minute's work.")
+        bool, typer.Option("--quick", help="Fit 2,500 tokens, tune nothing: a minute's work.")
     ] = False,
 ) -> None:
     """Make a probe: it tells from a token's own key and value whether it is worth keeping.

