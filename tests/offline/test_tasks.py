@@ -9,6 +9,7 @@ from vllm_kvselect.offline.tasks import (
     NUM_NEEDLES,
     PASSAGE_LEN,
     TASKS,
+    cases_of,
     needle,
     pair,
     passage,
@@ -30,6 +31,14 @@ def test_cases_have_the_length_and_are_the_same_every_time(
     assert [len(case.context + case.question) for case in cases] == [400] * 3
     assert cases == spread(TASKS[task], tokenizer, TEXTS, 3, 400, 1)
     assert cases != spread(TASKS[task], tokenizer, TEXTS, 3, 400, 2)
+
+
+def test_records_are_asked_for_and_read(tokenizer: PreTrainedTokenizerBase) -> None:
+    lines = {line for text in read_texts("records") for line in text.splitlines()}
+    (case,) = cases_of(tokenizer, "records", 1, 600, 0)
+    whole = tokenizer.decode(case.context).splitlines()[1:-1]
+    assert len(whole) > 10
+    assert lines.issuperset(whole)
 
 
 def test_passage_stands_in_the_text_at_its_depth(tokenizer: PreTrainedTokenizerBase) -> None:

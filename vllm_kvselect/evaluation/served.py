@@ -105,7 +105,7 @@ def _refuse_single_tokens(examples: Sequence[Example]) -> None:
 
 
 def _needs(config: EvaluationConfig, examples: Sequence[Example]) -> Needs:
-    """Room for some prompts at once, each with what every setting retains of it, and the rest."""
+    """What some prompts at once need, each with what every setting retains of it."""
     longest = max(examples, key=lambda example: len(example.prompt) + example.max_tokens)
     num_tokens = len(longest.prompt)
     evictions = config.evictions()
